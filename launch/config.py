@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from launch.model.config import ModelConfig
+from launch.model.config import ModelConfig, Section
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.field_types import (
@@ -26,11 +26,7 @@ from task_encoders.field_types import (
 MAX_RATE: Final = 0.1
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class OnlineConfig(_Config):
+class OnlineConfig(Section):
     """Packing of unpacked data while training, by the loader's processes."""
 
     #: tokens of a pack
@@ -40,12 +36,12 @@ class OnlineConfig(_Config):
     #: as pack.strategy
     strategy: str = "auto"
     #: as pack.budgets
-    budgets: dict[BudgetName, Count] = {}
+    budgets: dict[BudgetName, Count] = Field({})
     #: as the model section of a packing run
     model: AnyModelOptions = model_options()
 
 
-class DataConfig(_Config):
+class DataConfig(Section):
     """The packs, and how they are read."""
 
     #: a folder of packs, here or s3://…, or a metadataset YAML that blends several; a list of
@@ -59,13 +55,13 @@ class DataConfig(_Config):
     repeat: bool = True
     #: written: rank r of W reads packs r, r + W, …; balanced: by cost
     order: Literal["written", "balanced"] = "written"
-    #: if the one in the manifest lies elsewhere now
+    #: the processor's folder, if it is no longer the manifest's
     processor: str | None = None
     #: threads in which a loader process encodes; each holds up to two decoded images
     encode_threads: Count = 1
     #: samples of a pack attend to each other, unlike in unpacked training
     cross_sample_attention: bool = False
-    #: module:Class, a task encoder of your own, with the arguments of PackedTaskEncoder
+    #: module:Class, your own task encoder, with the arguments of PackedTaskEncoder
     task_encoder: str | None = None
     #: path holds unpacked data for Energon, to be packed by the loader's processes
     online: OnlineConfig | None = None
@@ -73,7 +69,7 @@ class DataConfig(_Config):
     @model_validator(mode="after")
     def _check_together(self) -> "DataConfig":
         if self.online is not None and len(self.paths) > 1:
-            raise ValueError("online packs while training, without stages; give path one folder")
+            raise ValueError("online packs while training, without stages; set path to one folder")
         return self
 
     @property
@@ -82,12 +78,12 @@ class DataConfig(_Config):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class BatchConfig(_Config):
+class BatchConfig(Section):
     """Amount of data per step. Set one of the two."""
 
     #: samples per step, as without packing (GBS); divided by the samples per pack
     global_batch_size: Count | None = None
-    #: or packs per step
+    #: packs per step
     global_batch_packs: Count | None = None
 
     @model_validator(mode="after")
@@ -103,40 +99,40 @@ class BatchConfig(_Config):
         return self
 
 
-class TrainConfig(_Config):
+class TrainConfig(Section):
     """Length of the run, and its loss."""
 
-    #: passes over the packs, of each stage
+    #: passes over the packs of each stage
     epochs: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] = 1
     #: steps, instead of epochs
     iterations: Count | None = None
-    #: what weighs the same in a step: a token (times its answer's weight) or a sample; sqrt: a
+    #: unit of equal weight in a step: a token (times its answer's weight) or a sample; sqrt: a
     #: sample weighs the square root of its labelled tokens, as in InternVL
     normalization: Literal["token", "sample", "sqrt"] = "token"
-    #: of random weights and of orders of the data
+    #: seed of random weights and of orders of the data
     seed: NonNegative = 0
 
 
-class OptimizerConfig(_Config):
+class OptimizerConfig(Section):
     """AdamW."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     #: above 1e-3, more than most gradients, the steps would all but vanish
     eps: Annotated[float, Field(gt=0, le=1e-3)] = 1e-8
-    #: of matrices only
+    #: decay of matrices; other weights have none
     weight_decay: Number = 0.01
-    #: norm over all ranks; null: no clipping
+    #: limit of the gradient's norm over all ranks; null: no clipping
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
 
 
-class ScheduleConfig(_Config):
+class ScheduleConfig(Section):
     """The learning rate."""
 
-    #: AdamW moves every weight by about this much in a step
+    #: greatest rate: AdamW moves every weight by about this much in a step
     learning_rate: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_RATE)] = 1e-5
     min_learning_rate: Number = 0.0
-    #: share of the iterations
+    #: share of the iterations in which the rate rises
     warmup: Annotated[float, BeforeValidator(not_bool), Field(ge=0, lt=1)] = 0.03
     decay: Literal["cosine", "linear", "constant"] = "cosine"
 
@@ -155,7 +151,7 @@ class ScheduleConfig(_Config):
         return self
 
 
-class ParallelConfig(_Config):
+class ParallelConfig(Section):
     """Parallelism of the ranks. The remaining factor of the ranks is data parallel."""
 
     #: ranks that share a layer (TP)
@@ -164,20 +160,20 @@ class ParallelConfig(_Config):
     context: Count = 1
 
 
-class CheckpointConfig(_Config):
-    """Times of checkpoints, and the number that is kept."""
+class CheckpointConfig(Section):
+    """Times of checkpoints, and the number that are kept."""
 
     #: steps between checkpoints; 0: only at the end, and on SIGTERM
     every: NonNegative = 500
-    #: newest ones that are kept
+    #: number of newest checkpoints that are kept
     keep: Count = 2
-    #: from the newest one in output.path
+    #: continue from the newest checkpoint in output.path
     resume: bool = True
     #: write hf/ at the end, for transformers; an earlier one is kept as hf_STEPS
     export: bool = True
 
 
-class ValidationConfig(_Config):
+class ValidationConfig(Section):
     """Loss on the val split."""
 
     #: steps between validations on the val split, and one at the end; 0: never
@@ -186,7 +182,7 @@ class ValidationConfig(_Config):
     limit: Count | None = None
 
 
-class MetricsConfig(_Config):
+class MetricsConfig(Section):
     """Metrics and their trackers."""
 
     #: steps between lines; the first and the last are always logged
@@ -199,14 +195,14 @@ class MetricsConfig(_Config):
     swanlab: str | None = None
 
 
-class OutputConfig(_Config):
+class OutputConfig(Section):
     """Folder of the results: metrics.jsonl, checkpoints/, hf/, and files of trackers."""
 
     #: the folder for checkpoints, metrics and exports
     path: Path
 
 
-class LaunchConfig(_Config):
+class LaunchConfig(Section):
     """Everything one training run is made from."""
 
     model: ModelConfig = ModelConfig()
@@ -253,18 +249,14 @@ class LaunchConfig(_Config):
         return tuple(self.model_copy(update={"data": own}) for own in data)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:
-    """Read a YAML file, apply the overrides, validate.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
-    """
-    return read_config(LaunchConfig, path, with_one_batch_size(overrides))
-
-
-def with_one_batch_size(overrides: Sequence[str]) -> list[str]:
-    """Have a batch size among the overrides replace the file's, in samples or in packs."""
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), kind: type[LaunchConfig] = LaunchConfig
+) -> LaunchConfig:
+    """Read a YAML file, apply the overrides, and validate. A batch size among the overrides, in
+    samples or in packs, replaces the file's. Raises ConfigError if the file cannot be read or
+    parsed, or a field is unknown or has a bad value."""
     given = {name: text for name, _, text in (one.partition("=") for one in overrides)}
     sizes = [f"batch.{name}" for name in BatchConfig.model_fields]
     is_given = any(given.get(name, "null") != "null" for name in sizes)
-    return [*(f"{name}=null" for name in sizes if is_given and name not in given), *overrides]
+    replaced = [f"{name}=null" for name in sizes if is_given and name not in given]
+    return read_config(kind, path, [*replaced, *overrides])

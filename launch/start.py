@@ -1,4 +1,4 @@
-"""Starts a node's ranks:
+"""Start of a node's ranks:
 `python -m launch.start [TORCHRUN OPTIONS] -m launch.train CONFIG [key.sub=value ...]`, or
 `-m launch.train_transformers`.
 
@@ -28,7 +28,7 @@ _COMMANDS: Final[dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check, start, wait."""
+    """Check the command, start the ranks of a node, and wait for them. Returns the exit status."""
     at = list(arguments).index("-m") if "-m" in arguments else len(arguments)
     options, module, rest = arguments[:at], "".join(arguments[at + 1 : at + 2]), arguments[at + 2 :]
     if module not in _COMMANDS:
@@ -69,40 +69,35 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def lonely_nodes(options: Sequence[str]) -> str:
-    """Warning if several nodes have no address to meet at; else an empty text."""
+    """Return a warning if several nodes have no address to meet at; else an empty text."""
     given = dict(itertools.pairwise(options))
     nodes, address = given.get("--nnodes", "1"), given.get("--master-addr", "127.0.0.1")
     if nodes == "1" or address not in ("127.0.0.1", "localhost"):
         return ""
     return (
-        f"NNODES={nodes} with MASTER_ADDR={address}: a node waits there for others of this machine "
+        f"NNODES={nodes} with MASTER_ADDR={address}: a node waits there for nodes of this machine "
         "only; set MASTER_ADDR to the first node's name, and NODE_RANK on each"
     )
 
 
 def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
     """Check the run's settings before any rank starts. Returns further overrides for the ranks."""
-    from launch.data.packed_data import (
-        check_room,
-        check_validation,
-        largest_of,
-        read_packed_data,
-        settle_validation,
-    )
+    from launch.data import packed_data
     from task_encoders.settings import PackingSettings
 
     settings = PackingSettings.from_env()
     if config.data.online is not None:
         return []
     paths = config.data.paths
-    tasks = largest_of(paths, [read_packed_data(path) for path in paths]).tasks
+    data = [packed_data.read_packed_data(path) for path in paths]
+    tasks = packed_data.largest_of(paths, data).tasks
     for task in tasks:
         settings.resolve_task(task, blend=len(tasks) > 1)
     for path in paths:
-        check_room(path, config.parallel.context)
-    settled = settle_validation(config, overrides)
+        packed_data.check_room(path, config.parallel.context)
+    settled = packed_data.settle_validation(config, overrides)
     for path in paths if settled.validation.every else ():
-        check_validation(path)
+        packed_data.check_validation(path)
     return [] if settled is config else ["validation={}"]
 
 

@@ -19,14 +19,13 @@ from typing import Final, NoReturn
 import click
 
 from launch.config import LaunchConfig, load_config
-from offline_packing.errors import ConfigError, DiskFullError, MismatchError, StageError
+from offline_packing.errors import ConfigError, DiskFullError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 #: torch's text for a loader's process that died, which it raises at any place in the trainer.
 _DEAD_WORKER: Final = re.compile(r"DataLoader worker \(pid.*|a loader worker exited unexpectedly.*")
-
 
 #: Parameters of this command, and of `launch.train_transformers`.
 CONFIG: Final = click.argument("config", type=click.Path(dir_okay=False))
@@ -48,7 +47,7 @@ DEBUG: Final = click.option("--debug", is_flag=True, help="Show the traceback of
 def cli(
     config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
 ) -> None:
-    """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    """Train as CONFIG says; fields can be set on the command line, as data.path=out/packed."""
     train(load_config, config, overrides, accept_mismatch, debug=debug)
 
 
@@ -67,8 +66,8 @@ def train(
 
         loaded = settle_validation(load(config, overrides), overrides)
         if max(loaded.parallel.tensor, loaded.parallel.context) > 1:
-            # Before CUDA starts: kernels start in the order of their launch, or work would delay
-            # the communication that is to overlap with it. Megatron-LM's `validate_args` asks for
+            # Set before CUDA starts: kernels then start in the order of their launch, or work would
+            # delay the communication that overlaps with it. Megatron-LM's `validate_args` asks for
             # the same, and forbids it under FSDP.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from launch.loop.setup import run
@@ -78,8 +77,8 @@ def train(
 
 @contextmanager
 def failing_in_one_line(*, debug: bool) -> Iterator[None]:
-    """End the process on an error; unsupported versions of packages are checked first. If all ranks
-    of a node have the same error, one prints it."""
+    """End the process on an error, and check the versions of packages first. If all ranks of a node
+    have the same error, one prints it."""
     try:
         require_supported(*SUPPORTED)
         yield
@@ -91,9 +90,7 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
         known = is_ours or isinstance(error, RuntimeError | OSError | ImportError)
         text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
-            is_list = isinstance(error, MismatchError)
-            lines = text.splitlines() if is_list else [" ".join(text.split())]
-            click.echo("\n".join([f"error: {lines[0]}", *lines[1:]]), err=True)
+            click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:  # before the first step or in the export: a step is not interrupted
         click.echo("stopped by SIGINT; run again to continue", err=True)
@@ -101,10 +98,10 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Text of an error without the traceback that torch adds to one of a loader's worker, or the
-    sample's fields that Energon puts first. Where an import of transformers failed, it names the
-    package that caused it, such as torchvision, and the remedy; where a loader's process died, that
-    and not the work that it interrupted."""
+    """Return an error's text without the traceback that torch adds to errors of a loader's worker,
+    and the sample's fields that Energon puts first. If an import of transformers failed, the text
+    names the package that caused it, such as torchvision, and the remedy; if a loader's process
+    died, it says so, and not what this interrupted."""
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -127,8 +124,8 @@ def reason(error: Exception) -> str:
 
 
 def start_logging() -> None:
-    """Our messages from rank 0, warnings from all; no remarks of libraries on missing packages, or
-    on names of theirs that a later version replaces."""
+    """Show our messages from rank 0 and warnings from all ranks. Hide remarks of libraries on
+    missing packages, and on their names that a later version replaces."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("launch").setLevel(logging.INFO)

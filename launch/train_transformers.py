@@ -6,19 +6,17 @@ configuration, except for `model.lora`, `model.fsdp`, the names of `model.attent
 `parallel`, which must be 1.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import click
 from pydantic import model_validator
 
-from launch.config import LaunchConfig, with_one_batch_size
+from launch import config as launch_config
 from launch.model.config import TransformersModelConfig
 from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, train
-from offline_packing.storage.yaml_file import read_config
 
 
-class TransformersConfig(LaunchConfig):
+class TransformersConfig(launch_config.LaunchConfig):
     """Everything one training run through transformers is made from."""
 
     model: TransformersModelConfig = TransformersModelConfig()
@@ -34,9 +32,7 @@ class TransformersConfig(LaunchConfig):
         return self
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TransformersConfig:
-    """Same as `launch.config.load_config`."""
-    return read_config(TransformersConfig, path, with_one_batch_size(overrides))
+load_config = partial(launch_config.load_config, kind=TransformersConfig)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,7 +48,7 @@ def main(
     lora: bool,
     debug: bool,
 ) -> None:
-    """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    """Train as CONFIG says; fields can be set on the command line, as data.path=out/packed."""
     given = (*(["model.lora={}"] if lora else []), *overrides)
     train(load_config, config, given, accept_mismatch, debug=debug)
 

@@ -30,10 +30,6 @@ class ConfigError(StageError):
     """The configuration, or the command line, cannot be used."""
 
 
-class MismatchError(StageError):
-    """Settings differ from those of an existing artifact; the text has a line for each."""
-
-
 class DamagedError(StageError):
     """One of an output's own files is not as it was written."""
 
@@ -48,8 +44,8 @@ class ShareDoneError(StageError):
 
 
 def as_sample_error(error: Exception) -> SampleError:
-    """Reason to set aside a record that raised any error; without the traceback, which would keep
-    the whole record in memory.
+    """Turn any error of a record into the reason to set it aside, without the traceback, which
+    would keep the whole record in memory.
 
     Raises:
         Exception: the error itself, if it is not the fault of a record: a failing disk or
@@ -64,6 +60,6 @@ def as_sample_error(error: Exception) -> SampleError:
 
 
 def show_controls(text: str) -> str:
-    """A text from the data with its control characters escaped, which a terminal would obey; white
-    space stays."""
+    """Escape control characters in a text from the data, which a terminal would obey; white space
+    stays."""
     return text.translate(_CONTROLS)

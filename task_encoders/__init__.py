@@ -64,7 +64,7 @@ _OF_ENERGON = ("energon_samples", "loading.packed_dataset", "packed_task_encoder
 
 
 def import_on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: `modules` says in which of its modules a name lies."""
+    """Return the `__getattr__` of a package: `modules` says in which of its modules a name is."""
 
     def get(name: str) -> Any:
         if name not in modules:

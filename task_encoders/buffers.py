@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=_waiting.clear)
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array without defined content, as `np.empty` makes it."""
+    """Return an array without defined content, as `np.empty` does."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if not _SMALLEST <= size <= _LARGEST:
         return np.empty(shape, dtype)
@@ -42,7 +42,7 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _take(size: int) -> npt.NDArray[np.uint8]:
-    """The smallest waiting buffer of at least `size` bytes, or a new one."""
+    """Take the smallest waiting buffer of at least `size` bytes, or a new one."""
     found = []
     with suppress(IndexError):  # what other threads take at the same time is not seen
         while True:

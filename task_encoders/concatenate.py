@@ -59,7 +59,7 @@ class Pixels:
         return self.parts[0]  # type: ignore[return-value]
 
     def _write(self, parts: Sequence[npt.NDArray[np.uint8] | torch.Tensor]) -> torch.Tensor:
-        """The parts as one tensor."""
+        """Write the parts into one tensor."""
         values, width = self.normalisation, parts[0].shape[1]
         if values is not None and not isinstance(parts[0], torch.Tensor):
             width *= self.repeats
@@ -78,7 +78,7 @@ class Pixels:
         return torch.from_numpy(pixels)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As one tensor, which goes to another process through shared memory."""
+        """Join to one tensor, which goes to another process through shared memory."""
         return type(self), ([self.tensor], self.normalisation, self.repeats)
 
 
@@ -119,7 +119,7 @@ class PackedRow:
         return self.videos.tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of its tensors by name."""
+        """Return all of its tensors by name."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         tensors = {name: one for name, one in values.items() if isinstance(one, torch.Tensor)}
         pixels = {"pixel_values": self.images, "pixel_values_videos": self.videos}
@@ -128,6 +128,11 @@ class PackedRow:
 
 #: Pixels, and the grids that they fill.
 _GRIDS_OF: Final = {"images": "image_grid_thw", "videos": "video_grid_thw"}
+#: Tensors whose first dimension is the row's tokens, segments or media.
+_BY_TOKEN_OR_MEDIUM: Final = (
+    *("tokens", "loss_weights", "attn_mask", "media_counts"),
+    *_GRIDS_OF.values(),
+)
 
 
 def concatenate(
@@ -144,7 +149,7 @@ def concatenate(
     """Concatenate a pack's samples into one row.
 
     Args:
-        parents: the trunk of each sample, which stands before it; -1: none.
+        parents: the trunk of each sample, which comes before it; -1: none.
         multiple: every sub-sample, or tree, is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all, unlike unpacked training.
@@ -171,21 +176,21 @@ def concatenate(
 
 def check_parents(parents: Sequence[int], num_segments: int) -> None:
     """Check that each parent of a row's segments is -1 or an earlier segment without one; a row
-    without trees has none. Raises ValueError."""
+    without trees has no parents. Raises ValueError."""
     if parents and not (
         len(parents) == num_segments
         and all(-1 <= one < i and (one < 0 or parents[one] < 0) for i, one in enumerate(parents))
     ):
         raise ValueError(
-            f"parents {[*parents]} are not trunks that stand before branches, or -1, one for each "
-            f"of {num_segments} segments"
+            f"parents {[*parents]} are not trunks that stand before branches, or -1, for each of "
+            f"{num_segments} segments"
         )
 
 
 def _padded_lengths(
     lengths: Sequence[int], parents: Sequence[int] | None, multiple: int
 ) -> list[int]:
-    """Room of each sample: up to a multiple; of a tree, whose last branch takes its padding."""
+    """Round the length of each sample up to a multiple; of a tree, the sum, by its last branch."""
     if parents is None:
         return [-(-length // multiple) * multiple for length in lengths]
     found, tree = [], 0
@@ -199,7 +204,7 @@ def _padded_lengths(
 
 
 def _as_parents(parents: Sequence[int] | None, num_segments: int) -> torch.Tensor:
-    """int32, with -1 for a last segment of padding; (0,) without trees."""
+    """Return parents as int32, with -1 for a last segment of padding; (0,) without trees."""
     if parents is None or max(parents, default=-1) < 0:
         return torch.empty(0, dtype=torch.int32)
     return torch.tensor([*parents, *[-1] * (num_segments - len(parents))], dtype=torch.int32)
@@ -208,8 +213,8 @@ def _as_parents(parents: Sequence[int] | None, num_segments: int) -> torch.Tenso
 def place_samples(
     lengths: Sequence[int], pad_to_length: int | None
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Boundaries of the samples of a row, (P + 1,), and the row's length. Raises ValueError: no
-    samples, or a row longer than `pad_to_length`."""
+    """Return the boundaries of a row's samples, (P + 1,), and the row's length. Raises ValueError:
+    no samples, or a row longer than `pad_to_length`."""
     if not lengths:
         raise ValueError("a row needs at least one sample")
     starts = np.cumsum([0, *lengths])
@@ -220,7 +225,7 @@ def place_samples(
 
 
 def boundaries(starts: npt.NDArray[np.int64], total: int) -> torch.Tensor:
-    """cu_lengths: a segment from each start to the next, and a last one of padding, if any."""
+    """Return cu_lengths: a segment from each start to the next, then one of padding, if any."""
     ends = [*starts.tolist(), total] if total > starts[-1] else starts.tolist()
     return torch.tensor(ends, dtype=torch.int32)
 
@@ -233,7 +238,7 @@ def _texts(
     *,
     running: bool,
 ) -> dict[str, Any]:
-    """Tokens, weights, positions and padding; `starts`: boundaries of the segments."""
+    """Write tokens, weights, positions and padding; `starts` are the boundaries of the segments."""
     used = int(starts[-1])
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     loss_weights = np.zeros(total, dtype=np.float32)
@@ -268,8 +273,8 @@ def _media(
     pixel_transport: PixelTransport,
     map_: Map,
 ) -> dict[str, Any]:
-    """Pixels and grids of images and videos, the normalisation still to be applied, if any, and the
-    number of media in each segment; 0 in padding."""
+    """Collect pixels and grids of images and videos, the normalisation still to be applied, if any,
+    and the number of media in each segment; 0 in padding."""
     own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
     counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
     np.add.at(counts, np.searchsorted(cu_lengths.numpy(), starts[:-1], "right") - 1, own)
@@ -290,7 +295,7 @@ def _media(
 
 
 def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
-    """k rows as one: a micro batch of k packs without padding.
+    """Join k rows to one: a micro batch of k packs without padding.
 
     Segments stay as they are: cu_lengths [0, 3, 5] and [0, 4] give [0, 3, 5, 9].
     """
@@ -302,33 +307,26 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         check_parents(own, count)
         parents += [one + len(parents) if one >= 0 else -1 for one in own] or [-1] * count
         length += len(row.tokens)
-    return PackedRow(
-        tokens=torch.cat([row.tokens for row in rows]),
-        loss_weights=torch.cat([row.loss_weights for row in rows]),
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(row, name) for row in rows]) for name in _BY_TOKEN_OR_MEDIUM
+    }
+    for name in _GRIDS_OF:
+        parts = [part for row in rows for part in getattr(row, name).parts]
+        joined[name] = replace(getattr(rows[0], name), parts=parts)
+    return replace(
+        rows[0],
+        **joined,
         position_ids=torch.cat([row.position_ids for row in rows], dim=1),
-        attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
         parents=_as_parents(parents, len(parents)),
         is_padded=any(row.is_padded for row in rows),
-        normalisation=rows[0].normalisation,
-        image_layout=rows[0].image_layout,
-        media_counts=torch.cat([row.media_counts for row in rows]),
-        image_grid_thw=torch.cat([row.image_grid_thw for row in rows]),
-        video_grid_thw=torch.cat([row.video_grid_thw for row in rows]),
-        images=_join([row.images for row in rows]),
-        videos=_join([row.videos for row in rows]),
     )
 
 
-def _join(pixels: Sequence[Pixels]) -> Pixels:
-    """Pixels of several rows."""
-    return replace(pixels[0], parts=[part for one in pixels for part in one.parts])
-
-
 def split_row(row: PackedRow) -> list[PackedRow]:
-    """The sub-samples of a row, each a row of one segment, with its own padding, and with the
-    tokens and media of its trunk; a segment that is nothing but padding is left out. `merge_rows`
-    joins them again, but for trees, whose trunks then stand once per branch."""
+    """Split a row into its sub-samples, each a row of one segment, with its own padding, and with
+    the tokens and media of its trunk; a segment that is nothing but padding is left out.
+    `merge_rows` joins them again, but the trunks of trees are then repeated for each branch."""
     segments = _segments(row)
     parents = row.parents.tolist() or [-1] * len(segments)
     check_parents(parents, len(segments))
@@ -346,7 +344,7 @@ def split_row(row: PackedRow) -> list[PackedRow]:
 
 
 def _segments(row: PackedRow) -> list[PackedRow]:
-    """Each segment as a row without a trunk."""
+    """Return each segment as a row without a trunk."""
     lengths = row.cu_lengths.diff().tolist()
     images, videos = row.media_counts.T.tolist()
     parts = {
@@ -376,6 +374,6 @@ def _segments(row: PackedRow) -> list[PackedRow]:
 
 
 def pixel_rows(num_rows: int, grids: npt.NDArray[Any]) -> list[int]:
-    """Rows of pixels of each medium: its patches; or one, where a whole image is a row."""
+    """Count the rows of pixels of each medium: its patches; or one, if a whole image is a row."""
     patches: list[int] = grids.prod(1).tolist()
     return patches if num_rows > len(grids) else [1] * len(grids)

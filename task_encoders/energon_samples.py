@@ -17,8 +17,8 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
-from task_encoders.packs.pack import Pack, PackFormatError, is_medium, parse_json
-from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.pack import Pack, PackFormatError, parse_json
+from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extension_of
 from task_encoders.packs.stored_media import with_stored_media
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
@@ -76,12 +76,12 @@ class TextDecoder(SampleDecoder):
     are encoded, and so does JSON that cannot be parsed."""
 
     def __init__(self) -> None:
-        """Without the decoders of media, and their options."""
+        """Leave out Energon's decoders of media, and their options."""
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         decoded = dict(sample)
         for part, value in sample.items():
-            if isinstance(value, bytes) and part.rpartition(".")[2].lower() == JSON_PART:
+            if isinstance(value, bytes) and extension_of(part) == JSON_PART:
                 with suppress(orjson.JSONDecodeError):
                     decoded[part] = orjson.loads(value)
         return decoded
@@ -92,7 +92,7 @@ class TextDecoder(SampleDecoder):
 
 def part_filter(part: str) -> bool:
     """Select the members of a pack to read: its JSON and its media."""
-    return part == JSON_PART or is_medium(part)
+    return part == JSON_PART or extension_of(part) in MEDIA_EXTENSIONS
 
 
 def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class PackedRowSample(Sample):
 
 
 def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
-    """Encoded packs as one, under the key of the first."""
+    """Join encoded packs to one, under the key of the first."""
     return PackedRowSample.derive_from(
         samples[0],
         __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
@@ -191,13 +191,13 @@ class PackedBatch(Batch):
     image_layout: str = "patches"
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "PackedBatch":
-        """The batch with its tensors on a device."""
+        """Move the tensors of the batch to a device."""
         tensors = {name: getattr(self, name) for name in BATCH_TENSORS}
         moved = {n: t.to(device, non_blocking=non_blocking) for n, t in tensors.items()}
         return replace(self, **moved)
 
     def _repr_html_(self) -> str:
-        """The batch in a notebook: the tensors' types and shapes, and the samples in it."""
+        """Show the batch in a notebook: the tensors' types and shapes, and the samples in it."""
         shapes = {name: getattr(self, name) for name in BATCH_TENSORS}
         rows = {name: f"{t.dtype} {tuple(t.shape)}" for name, t in shapes.items()}
         rows["samples"] = f"{len(self.sub_sample_keys)}, {self.num_tokens:,} tokens"
@@ -211,7 +211,7 @@ BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
 
 
 def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
-    """k encoded packs as one batch."""
+    """Make one batch of k encoded packs."""
     merged = samples[0] if len(samples) == 1 else merge_row_samples(samples)
     row = merged.row
     num_images, normalisation = len(row.image_grid_thw), row.normalisation
@@ -250,31 +250,27 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
 def empty_batch(
     position_rows: int, num_tokens: int = 1, keys: Sequence[str] = (), dropped: Sequence[str] = ()
 ) -> PackedBatch:
-    """A row of padding without a sample, for a rank that has none at a step where others do.
+    """Make a row of padding without a sample, for a rank that has none at a step where others do.
 
     Args:
         position_rows: R, see PackedBatch.
         num_tokens: S.
         keys: of packs that hold no usable sample; `dropped` says why.
     """
-    no_grid = torch.empty(0, 3, dtype=torch.int32)
+    sizes = {"S": num_tokens, "R": position_rows, "P+1": 2, "L": 1, "K": 1, "D": 1}
+    tensors = {}
+    for name, spec in BATCH_TENSORS.items():
+        shape = [int(one) if one.isdigit() else sizes.get(one, 0) for one in spec.shape]
+        tensors[name] = torch.zeros(shape, dtype=spec.dtype)
+    tensors["labels"] += IGNORE_INDEX
+    tensors["attn_mask"] |= True
+    tensors["position_ids"] += torch.arange(num_tokens)
+    tensors["cu_lengths"][0, 1] = num_tokens
+    tensors["max_lengths"] += num_tokens
     return PackedBatch(
         __key__=list(keys),
         __restore_key__=(),
-        tokens=torch.zeros(1, num_tokens, dtype=torch.int64),
-        labels=torch.full((1, num_tokens), IGNORE_INDEX),
-        loss_mask=torch.zeros(1, num_tokens),
-        attn_mask=torch.ones(1, num_tokens, dtype=torch.bool),
-        position_ids=torch.arange(num_tokens).expand(position_rows, 1, -1),
-        cu_lengths=torch.tensor([[0, num_tokens]], dtype=torch.int32),
-        parents=torch.empty(1, 0, dtype=torch.int32),
-        max_lengths=torch.tensor([num_tokens], dtype=torch.int32),
-        imgs=torch.zeros(1, 1),
-        image_grid_thw=no_grid,
-        pixel_values_videos=torch.zeros(1, 1),
-        video_grid_thw=no_grid,
-        num_tiles=no_grid[:, 0],
-        byte_values=torch.empty(0, 256),
+        **tensors,
         frame_repeats=1,
         num_tokens=0,
         is_padded=True,

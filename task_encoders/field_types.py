@@ -33,7 +33,7 @@ _MAX_INTEGER: Final = 2**63 - 1
 
 
 def not_bool(value: Any) -> Any:
-    """A check before pydantic's own, which would read true as 1; takes scalars of NumPy, too."""
+    """Refuse a boolean, which pydantic would read as 1 or 0; take the value of NumPy's scalars."""
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, bool):
         raise ValueError("a number is needed")
@@ -56,7 +56,7 @@ def invalid(
 
 
 def one_of(registry: Collection[str]) -> AfterValidator:
-    """A check that a value is a name in a registry."""
+    """Return a validator that accepts the names in a registry."""
 
     def check(name: str) -> str:
         if name not in registry:
@@ -119,7 +119,7 @@ NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTE
 Share = Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]
 Integer = Annotated[int, BeforeValidator(not_bool)]
-#: Limits of a pack beside tokens, in `pack.budgets`: the index has a column num_NAME for each, and
+#: Limits of a pack besides tokens, in `pack.budgets`: the index has a column num_NAME for each, and
 #: `sample_encoder.sizes_of` gives them for a sample.
 BudgetName = Literal["vision_patches", "images", "videos"]
 
@@ -154,7 +154,7 @@ def checked(function: CallableT) -> CallableT:
 
 
 def checked_model(model: type[ModelT], arguments: Mapping[str, Any]) -> ModelT:
-    """The model of some arguments of a function, which are checked in the same way. Raises
+    """Validate some arguments of a function as a model's fields, as `checked` does. Raises
     TypeError for a name that the model lacks."""
     unknown = arguments.keys() - model.model_fields.keys()
     if unknown:
@@ -179,7 +179,7 @@ def check_fields(instance: Any) -> None:
 
 @functools.cache
 def _adapters(annotated: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
-    """Validators of each argument or field."""
+    """Return the validators of each argument or field."""
     found = {}
     for name, hint in get_type_hints(annotated, include_extras=True).items():
         if name != "return" and hint is not Any:
@@ -196,7 +196,7 @@ def _validated(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
 
 
 def _refusal(name: str, value: Any, problems: Iterable[Any]) -> ValueError:
-    """Name, value, what is valid."""
+    """Return the error of a value that is not valid: its name, the value, what is valid."""
     wants = dict.fromkeys(problem["msg"].removeprefix("Value error, ") for problem in problems)
     text = " or ".join(wants).replace("Input should be", "it must be")
     text = text.replace(" or it must be", " or").replace("greater than or equal to", "at least")

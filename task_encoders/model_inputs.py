@@ -33,7 +33,7 @@ def required_pad_multiple(
 
 
 def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":
-    """The batch with its pixels as float32 values, computed on the batch's device.
+    """Convert a batch's pixels to float32 values on the batch's device.
 
     They equal those of `pixel_transport: float32` bit for bit: each byte's value is looked up. A
     batch that already contains values is returned unchanged.
@@ -52,7 +52,7 @@ def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":
 
 
 def look_up(rows: torch.Tensor, table: torch.Tensor, repeats: int = 1) -> torch.Tensor:
-    """(P, C·n) bytes to (P, C·repeats·n) values, as `Normalisation.values` makes them."""
+    """Convert (P, C·n) bytes to (P, C·repeats·n) values, as `Normalisation.values` does."""
     channels = torch.arange(len(table), dtype=torch.int32, device=rows.device)
     index = rows.reshape(len(rows), len(table), -1).int() + 256 * channels[:, None]
     values = table.flatten().index_select(0, index.flatten()).reshape(index.shape)
@@ -60,10 +60,10 @@ def look_up(rows: torch.Tensor, table: torch.Tensor, repeats: int = 1) -> torch.
 
 
 def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
-    """(P + 1,) int32: boundaries counting real tokens only.
+    """Return boundaries that count real tokens only, (P + 1,) int32.
 
-    A segment of nothing but padding (a row's tail) keeps its length: it harms no other segment,
-    and attention needs at least one key.
+    A segment of nothing but padding (a row's tail) keeps its length: it harms no other segment, and
+    attention needs at least one key.
 
         cu_lengths [0, 4, 8], attn_mask ...x ..xx -> [0, 3, 5]
     """
@@ -83,11 +83,11 @@ def refuse_trees(batch: "PackedBatch") -> None:
 
 
 def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: bool = False) -> Any:
-    """megatron-core's `PackedSeqParams` in thd format.
+    """Make megatron-core's `PackedSeqParams` in thd format.
 
-    `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
-    boundaries in the row, even if it happened to need none: under context parallelism
-    models read them in any case. Otherwise they are None.
+    `cu_seqlens_*` count real tokens. If padding was asked for, `cu_seqlens_*_padded` hold the
+    boundaries in the row, even if it happened to need none: under context parallelism models read
+    them in any case. Otherwise they are None.
 
     Args:
         cp_group: the ranks that share the row, if several do.
@@ -118,7 +118,7 @@ def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: b
 
 
 def pad_batch(batch: "PackedBatch", length: int, pad_token_id: int) -> "PackedBatch":
-    """The batch with its row filled up to `length` by one more segment, of padding.
+    """Fill the batch's row up to `length` by one more segment, of padding.
 
     Packs of 3 and 2 tokens in a row of 8: cu_lengths [0, 3, 5] -> [0, 3, 5, 8].
 
@@ -154,7 +154,7 @@ def pad_batch(batch: "PackedBatch", length: int, pad_token_id: int) -> "PackedBa
 
 
 def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
-    """Arguments for the forward of transformers' models.
+    """Make the arguments for the forward of transformers' models.
 
     Two of its traps are avoided here. M-RoPE positions need four rows, the first restarting at
     every boundary: transformers builds the block-diagonal mask from it, and with the other three
@@ -180,7 +180,7 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
 
 def token_kwargs(batch: "PackedBatch", *, trees: bool = False) -> dict[str, Any]:
     """Make what `to_transformers_kwargs` does but for media. Raises ValueError as it does, unless
-    `trees`: attention then needs the row's segments as an argument of its own (`row_trees`)."""
+    `trees`: attention then needs the row's segments as a separate argument (`row_trees`)."""
     if not trees:
         refuse_trees(batch)
     weights = batch.loss_mask
@@ -190,15 +190,15 @@ def token_kwargs(batch: "PackedBatch", *, trees: bool = False) -> dict[str, Any]
 
 
 def pixel_kwargs(batch: "PackedBatch") -> dict[str, Any]:
-    """The media among the arguments of `to_transformers_kwargs`, made on the batch's device."""
+    """Make the media among the arguments of `to_transformers_kwargs`, on the batch's device."""
     batch = normalise_pixels(batch)
     videos = batch.pixel_values_videos, batch.video_grid_thw
     return media_kwargs(batch.imgs, batch.image_grid_thw, *videos, layout=batch.image_layout)
 
 
 def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:
-    """The boundaries (P + 1,) as transformers' models hand them to flash attention, which otherwise
-    finds them in position_ids again in every layer, waiting for the device each time."""
+    """Return the boundaries (P + 1,) as transformers' models hand them to flash attention, which
+    otherwise finds them in position_ids again in every layer, waiting for the device each time."""
     cu_seqlens = cu_seqlens.flatten().to(torch.int32)
     longest = int(cu_seqlens.diff().max())
     return {
@@ -210,12 +210,13 @@ def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:
 
 
 def segment_kwargs(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> dict[str, Any]:
-    """Arguments by which transformers' models keep the segments of a row of S tokens apart.
+    """Make the arguments by which transformers' models keep the segments of a row of S tokens
+    apart.
 
     Args:
         position_ids: (1, 1, S) or (3, 1, S), of a batch.
         cu_seqlens: the row's P + 1 boundaries, of any shape; None: attention has them from
-            elsewhere, and a branch goes on at the positions of its own sample.
+            elsewhere, and a branch continues the positions of its own sample.
 
     Returns:
         position_ids (1, S), or (4, 1, S) whose first row restarts at every boundary; use_cache; and
@@ -233,8 +234,7 @@ def segment_kwargs(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) 
 
 
 def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> torch.Tensor:
-    """transformers' `mm_token_type_ids` of any shape: 0 text, 1 image, 2 video.
-
+    """Return transformers' `mm_token_type_ids` of any shape: 0 text, 1 image, 2 video.
     `media_token_ids` are those of a sample encoder."""
     types = torch.zeros_like(tokens)
     for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
@@ -250,9 +250,8 @@ def media_kwargs(
     video_grid_thw: torch.Tensor | None = None,
     layout: str = "patches",
 ) -> dict[str, Any]:
-    """Media arguments of transformers' models, from a batch's fields with pixels as values.
-
-    `layout`: a name in model_inputs.IMAGE_LAYOUTS."""
+    """Make the media arguments of transformers' models from a batch's fields with pixels as values.
+    `layout` is a name in model_inputs.IMAGE_LAYOUTS."""
     kwargs: dict[str, Any] = {}
     if len(image_grid_thw):
         kwargs |= IMAGE_LAYOUTS[layout](imgs, image_grid_thw.long())
@@ -262,7 +261,7 @@ def media_kwargs(
 
 
 def _placed(merge: int, imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """And (P, 3) where each patch lies in its image, in blocks of merge²: (0, row, column)."""
+    """Add (P, 3), the place of each patch in its image, in blocks of merge²: (0, row, column)."""
     places = []
     for _, rows, columns in grids.tolist():
         numbers = torch.arange(rows * columns, device=grids.device)
@@ -272,13 +271,13 @@ def _placed(merge: int, imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, to
 
 
 def _tiles(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tiles of one size, in patches row by row, (T, 3, H, W): each image has t."""
+    """Put tiles of one size together from patches row by row, (T, 3, H, W): each image has t."""
     return {"pixel_values": _whole(imgs, *grids[0, 1:].tolist())}
 
 
 def _padded(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Images of any size, in patches row by row: (N, 3, H, W), zero beyond each one's own height
-    and width, which are image_sizes (N, 2)."""
+    """Put images of any size together from patches row by row: (N, 3, H, W), zero beyond each one's
+    own height and width, which are image_sizes (N, 2)."""
     shapes = grids[:, 1:].tolist()
     sizes = grids[:, 1:] * math.isqrt(imgs.shape[1] // 3)
     padded = imgs.new_zeros(len(grids), 3, *sizes.amax(0).tolist())
@@ -290,14 +289,14 @@ def _padded(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _whole(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Images in patches (N·rows·columns, 3·p·p), whole: (N, 3, rows·p, columns·p)."""
+    """Put images together from patches (N·rows·columns, 3·p·p): (N, 3, rows·p, columns·p)."""
     size = math.isqrt(patches.shape[1] // 3)
     cut = patches.reshape(-1, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
     return cut.reshape(-1, 3, rows * size, columns * size)
 
 
 def _frame_sequences(videos: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One sequence per frame; each video has t frames."""
+    """Make one sequence per frame; each video has t frames."""
     steps = grids[:, 0]
     values, places = _in_sequences(videos, grids.repeat_interleave(steps, 0))
     return {
@@ -308,8 +307,8 @@ def _frame_sequences(videos: torch.Tensor, grids: torch.Tensor) -> dict[str, tor
 
 
 def _in_sequences(pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches (N, L, D) row by row, zero after each picture's own, and their columns and rows
-    (N, L, 2), -1 there."""
+    """Pad patches row by row to (N, L, D), zero after each picture's own, and their columns and
+    rows to (N, L, 2), -1 there."""
     parts = pixels.split(grids[:, 1:].prod(1).tolist())
     places = [
         torch.cartesian_prod(*map(torch.arange, one)).flip(1) for one in grids[:, 1:].tolist()

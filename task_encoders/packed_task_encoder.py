@@ -147,9 +147,9 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         return self.encode_row(sample, self.sub_samples(sample))
 
     def sub_samples(self, sample: Sample) -> list[SubSample]:
-        """Sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also if a pack is
-        of another generation than its folder was when opened, by its subflavors, or holds trees
-        and this encoder was built without them."""
+        """Return the sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also if
+        a pack is of another generation than its folder was when opened, by its subflavors, or holds
+        trees and this encoder was built without them."""
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):
@@ -159,34 +159,33 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         if isinstance(sample, PackedSample):
             meta, flavors = sample.record.get("meta") or {}, sample.__subflavors__ or {}
             opened, found = flavors.get("generation"), meta.get("generation")
+            name = f"pack {sample.__key__!r}"
             if opened is not None and found != opened:
-                pack_name = f"pack {sample.__key__!r}"
-                raise FatalSampleError(WRITTEN_AGAIN.format(pack_name, found, opened))
+                raise FatalSampleError(WRITTEN_AGAIN.format(name, found, opened))
             declared = meta.get("task"), flavors.get("offline_packing")
             try:
                 task = self.settings.resolve_task(*declared, blend=self.is_blend)
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
             if task == "vqa" and (lost := count_lost_prompts(sample.record)):
-                pack_name = f"pack {sample.__key__!r}"
-                raise FatalSampleError(f"{pack_name}: {LOST_PROMPTS.format(lost, lost)}")
+                raise FatalSampleError(f"{name}: {LOST_PROMPTS.format(lost, lost)}")
             pack = Pack(sample.__key__, sample.record, sample.media)
             sub_samples = sub_samples_of_pack(pack, task)
             if not self.trees and any(one.tree is not None for one in sub_samples):
-                raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
+                raise FatalSampleError(TREES.format(name))
             return sub_samples
         if self.settings.packed and not self.is_blend:
             raise FatalSampleError(NO_PACKS.format(f"sample {sample.__key__!r}"))
         return [unpacked_sub_sample(sample)]
 
     def encode_pack(self, pack: Pack, **energon: Any) -> PackedRowSample:
-        """Same as `encode_sample`, for a pack read without Energon; `energon` holds its notes."""
+        """Encode a pack read without Energon, as `encode_sample`; `energon` holds its notes."""
         record = parse_json(pack.record, pack.key)
         own = {"__key__": pack.key, "__restore_key__": (), "__subflavors__": {}, **energon}
         return self.encode_sample(PackedSample(**own, record=record, media=pack.media))
 
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
-        """One row of all sub-samples that can be used; `sample` is the pack, for key and source.
+        """Encode all usable sub-samples to one row; `sample` is the pack, for key and source.
         Raises SampleError: there is none; FatalSampleError: see encode_sample."""
         row, keys, dropped = self._rows.encode(sub_samples)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
@@ -203,7 +202,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def build_train_datasets(
         self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any
     ) -> SavableDataset[PackedBatch]:
-        """Energon's hook: checks the datasets, and keeps the end of those that do not repeat."""
+        """Check the datasets that Energon gives, and keep the end of those that do not repeat."""
         self._check_datasets(datasets)
         check_blend(datasets, repeat=repeat)
         if self.settings.packed and kwargs.get("shuffle_buffer_size"):
@@ -226,14 +225,14 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def build_val_datasets(
         self, *, datasets: Sequence[Any], **kwargs: Any
     ) -> SavableDataset[PackedBatch]:
-        """Same as build_train_datasets."""
+        """Check the datasets that Energon gives, and keep their end."""
         self._check_datasets(datasets)
         return OnePass(super().build_val_datasets(datasets=datasets, **kwargs))
 
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
     ) -> SavableDataset[PackedRowSample]:
-        """Energon's hook."""
+        """Build Energon's stage that encodes samples; it reports those that are left out."""
         return EncodedRows(
             dataset,
             self.encode_sample,
@@ -252,7 +251,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         packing_buffer_size: int | None = None,
         **kwargs: Any,
     ) -> SavableDataset[PackedBatch]:
-        """Energon's hook. Raises ValueError for Energon's own packing."""
+        """Build Energon's stage of batches. Raises ValueError for Energon's own packing."""
         if packing_buffer_size is not None:
             raise ValueError(
                 f"packing_buffer_size {packing_buffer_size}: packs are packed already, and samples "

@@ -61,7 +61,7 @@ class TokenizedSample(NamedTuple):
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """(S,)"""
+        """Labels of the tokens, (S,)."""
         return labels_of(self.tokens, self.loss_weights)
 
 
@@ -75,7 +75,7 @@ def labels_of(
 def sizes_of(
     length: SampleLength, images: Sequence[object], videos: Sequence[object]
 ) -> dict[str, int]:
-    """Tokens of a sample, and each size that `pack.budgets` may limit (`BudgetName`)."""
+    """Return the tokens of a sample, and each size that `pack.budgets` may limit (BudgetName)."""
     return {
         "tokens": length.num_tokens,
         "vision_patches": length.num_vision_patches,
@@ -106,17 +106,17 @@ class EncodedSample:
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """(S,)"""
+        """Labels of the tokens, (S,)."""
         return labels_of(self.tokens, self.loss_weights)
 
     @property
     def pixel_values(self) -> npt.NDArray[np.float32]:
-        """(P, D)"""
+        """Values of the patches of all images, (P, D)."""
         return self.normalisation.values(self.image_pixels, self.normalisation.repeats)
 
     @property
     def pixel_values_videos(self) -> npt.NDArray[np.float32]:
-        """(Q, D)"""
+        """Values of the patches of all videos, (Q, D)."""
         return self.normalisation.values(self.video_pixels)
 
 
@@ -152,10 +152,11 @@ class SampleEncoder(Protocol):
         Raises SampleError where the family does not read them."""
 
     def image_header(self, file: BinaryIO) -> ImageHeader:
-        """Size of an image, from its file. Raises SampleError where it is over the limits."""
+        """Read the size of an image from its file. Raises SampleError if it is over the limits."""
 
     def video_header(self, file: BinaryIO) -> VideoHeader:
-        """The same of a video. Raises MissingPyAVError, too."""
+        """Read the header of a video from its file. Raises SampleError if it is over the limits,
+        and MissingPyAVError."""
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         """Sample frames of a video, and return their grid. Raises SampleError."""
@@ -166,8 +167,8 @@ class SampleEncoder(Protocol):
         image_sizes: Sequence[tuple[int, int]],
         videos: Sequence[VideoHeader] = (),
     ) -> SampleLength:
-        """Length of a sample whose images have these (height, width), EXIF orientation applied,
-        and whose videos have these headers.
+        """Measure a sample from the (height, width) of its images, EXIF orientation applied, and
+        the headers of its videos.
 
         Raises:
             SampleError: the sample cannot be encoded.
@@ -186,13 +187,15 @@ class SampleEncoder(Protocol):
         those of `measure`."""
 
     def decode_image(self, data: bytes) -> Image.Image:
-        """The first half of encoding an image. Raises SampleError."""
+        """Decode an image file, the first half of encoding it. Raises SampleError."""
 
     def encode_image(self, image: Image.Image) -> EncodedMedium:
-        """The second half: its patches, and what its tokens follow from. Raises SampleError."""
+        """Cut a decoded image into patches, and return what its tokens follow from. Raises
+        SampleError."""
 
     def encode_video(self, data: bytes) -> EncodedMedium:
-        """The same of a video file. Raises SampleError, and MissingPyAVError."""
+        """Decode a video file and cut it into patches; as `encode_image`. Raises SampleError, and
+        MissingPyAVError."""
 
     def encode(
         self,
@@ -200,7 +203,7 @@ class SampleEncoder(Protocol):
         images: Sequence[bytes | Image.Image | EncodedMedium],
         videos: Sequence[bytes | EncodedMedium] = (),
     ) -> EncodedSample:
-        """Arrays of a sample whose images and videos are these files.
+        """Return the arrays of a sample whose images and videos are these files.
 
         Args:
             images: or what `decode_image` or `encode_image` returned for them.

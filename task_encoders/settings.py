@@ -98,10 +98,10 @@ class PackingSettings:
     def resolve_task(
         self, meta_task: str | None, subflavor_task: str | None = None, *, blend: bool = False
     ) -> str:
-        """The task of a pack.
+        """Return the task of a pack.
 
-        In a blend of datasets `OFFLINE_PACKED_DATA=1` alone is enough, since one environment
-        cannot name several tasks; a task variable that is set must still agree.
+        In a blend of datasets `OFFLINE_PACKED_DATA=1` alone is enough, since one environment cannot
+        name several tasks; a task variable that is set must still agree.
 
         Raises:
             PackingSettingsError: packs read without `OFFLINE_PACKED_DATA=1` (they would train

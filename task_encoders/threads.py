@@ -1,4 +1,4 @@
-"""Threads, and locks shared with them, beside signals whose handlers raise.
+"""Use threads safely in a process whose signal handlers raise exceptions.
 
 Such an exception may come between the acquiring of a lock and the `with` block that releases it, as
 in `threading.Condition.__enter__`, or between two locks of `concurrent.futures.wait`. The lock then
@@ -27,7 +27,7 @@ Given = ParamSpec("Given")
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Block signals until the block ends. A process started inside inherits that they are
+    """Hold back signals until the block ends. A process started inside inherits that they are
     blocked: a worker takes none before it can end without the traceback of a half-done import, nor
     while its pool is starting others, which would break the pool. Here they are blocked in one
     thread: another one takes them, and Python still calls the handler in the main one, which must
@@ -55,13 +55,13 @@ def submit(
     *args: Given.args,
     **kwargs: Given.kwargs,
 ) -> "Future[Result]":
-    """`pool.submit(function, …)`, which may start a thread and wait for it."""
+    """Call `pool.submit(function, …)`, which may start a thread and wait for it."""
     with held_signals():
         return pool.submit(function, *args, **kwargs)
 
 
 def result_of(future: "Future[Result]") -> Result:
-    """`future.result()`."""
+    """Wait for `future.result()`."""
     finish([future])
     with held_signals():
         return future.result()
@@ -77,7 +77,7 @@ def finish(futures: Collection["Future[Result]"]) -> None:
 def map_in(
     pool: ThreadPoolExecutor, function: Callable[..., Result], *iterables: Iterable[Any]
 ) -> Iterator[Result]:
-    """`pool.map(function, *iterables)`."""
+    """Call `pool.map(function, *iterables)`."""
     begun = [submit(pool, function, *each) for each in zip(*iterables, strict=False)]
     return map(result_of, begun)
 
@@ -88,9 +88,9 @@ def in_threads(
     num_threads: int,
     ahead: int | None = None,
 ) -> Iterator[Result]:
-    """`map(function, items)` on threads, in order. At most `ahead` items (None: all) are begun
-    before the first of them is used. What is at work is waited for where one raises, or the
-    iterator is closed."""
+    """Run `map(function, items)` on threads, in order. At most `ahead` items (None: all) are begun
+    before the first of them is used. What is at work is waited for if one raises, or the iterator
+    is closed."""
     rest = iter(items)
     pool = ThreadPoolExecutor(num_threads)
     begun: deque[Future[Result]] = deque()

@@ -49,45 +49,31 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _frozen_objects_stay_frozen() -> Iterator[None]:
-    """Energon's loaders collect garbage when they start, and thaw at their end what they froze. In
-    a process that has imported torch and transformers that takes 0.2 s, three times a loader."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setattr(gc, "unfreeze", lambda: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _watchdogs_end_with_their_pass() -> Iterator[None]:
-    """Energon makes a watchdog for each pass of a loader in this process, and never ends it: its
-    thread goes on, and holds the dataset."""
-    module = sys.modules.get("megatron.energon.watchdog")  # imported with the tests, if any need it
-    if module is None:
-        yield
-        return
-    watch = module.Watchdog.watch_iter
-
-    def watch_iter(watchdog: Any, samples: Iterable[Any]) -> Iterator[Any]:
-        try:
-            yield from watch(watchdog, samples)
-        finally:
-            watchdog.finish()
-
+def _patched() -> Iterator[None]:
+    """Three things that take time, or memory, in a process of many tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.Watchdog, "watch_iter", watch_iter)
-        yield
+        # Energon's loaders collect garbage when they start, and thaw at their end what they froze.
+        # After imports of torch and transformers that takes 0.2 s, three times a loader.
+        patch.setattr(gc, "unfreeze", lambda: None)
+        # No test cuts the power; they ask 36,000 times for what they wrote to be on disk.
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        # Energon makes a watchdog for each pass of a loader in this process, and never ends it: its
+        # thread goes on, and holds the dataset. It is imported with the tests, if any need it.
+        if module := sys.modules.get("megatron.energon.watchdog"):
+            watch = module.Watchdog.watch_iter
 
+            def watch_iter(watchdog: Any, samples: Iterable[Any]) -> Iterator[Any]:
+                try:
+                    yield from watch(watchdog, samples)
+                finally:
+                    watchdog.finish()
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_waiting_for_the_disk() -> Iterator[None]:
-    """No test cuts the power; the tests ask 36,000 times for what they wrote to be on disk."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setattr(os, "fsync", lambda descriptor: None)
+            patch.setattr(module.Watchdog, "watch_iter", watch_iter)
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _freeze_what_is_there(_frozen_objects_stay_frozen: None) -> None:
+def _freeze_what_is_there(_patched: None) -> None:
     """Neither tests nor the workers that they fork collect what was imported or cached before:
     in a fork, collecting copies every page that it looks at."""
     gc.collect()

@@ -1,5 +1,5 @@
-"""Folders that a folder may import, where tests lie, and what these import. Imports are read from
-the syntax tree: imports in functions and under TYPE_CHECKING count as well."""
+"""Folders that a folder may import, places and imports of tests, and first words of docstrings.
+Imports are read from the syntax tree, those in functions and under TYPE_CHECKING as well."""
 
 import ast
 import functools
@@ -187,3 +187,22 @@ def test_folders_mirror_the_packages() -> None:
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path()}
     strays = {str(folder) for folder in folders if not (ROOT / folder).is_dir()}
     assert strays <= OTHERS, strays - OTHERS
+
+
+def described_functions() -> Iterator[tuple[str, str]]:
+    """(module and name, docstring) of functions and methods, but not of properties."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
+                text = ast.get_docstring(node)
+                if text and not is_property:
+                    yield f"{module}.{node.name}", text
+
+
+def test_docstrings_say_what_a_function_does() -> None:
+    """They open with a verb of verbs.txt, in the imperative; it lists no other."""
+    verbs = (ROOT / "tests/verbs.txt").read_text().split()
+    first = {name: text.split()[0].strip(".,:;") for name, text in described_functions()}
+    assert {name: word for name, word in first.items() if word not in verbs} == {}
+    assert verbs == sorted(set(first.values()))

@@ -21,13 +21,8 @@ PACKAGES = ("offline_packing", "task_encoders", "launch")
 def test_everything_is_installed(tmp_path: Path) -> None:
     """Templates, launch scripts, their configurations and the markers of typed packages too."""
     options = ["--quiet", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib"]
-    subprocess.run(
-        [sys.executable, "setup.py", *options, tmp_path / "lib"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    command = [sys.executable, "setup.py", *options, tmp_path / "lib"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     built = {path.relative_to(tmp_path / "lib") for path in (tmp_path / "lib").rglob("*.*")}
     expected = {
         path.relative_to(ROOT)
@@ -68,29 +63,16 @@ def texts() -> dict[str, str]:
     return {str(path): re.sub(r'"\n\s+f?"', "", path.read_text("utf-8")) for path in read}
 
 
-def extras() -> set[str]:
-    """Names in setup.py."""
-    calls = [
-        n for n in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(n, ast.Call)
-    ]
-    (found,) = (k.value for call in calls for k in call.keywords if k.arg == "extras_require")
-    assert isinstance(found, ast.Dict)
-    return {str(ast.literal_eval(key)) for key in found.keys if key is not None}
-
-
-def test_no_package_is_taken_for_published() -> None:
-    assert [name for name, text in texts().items() if FROM_INDEX.search(text)] == []
-
-
 def test_extras_that_are_named_exist() -> None:
+    """And no package is taken for published."""
+    nodes = ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+    (given,) = (n.value for n in nodes if isinstance(n, ast.keyword) and n.arg == "extras_require")
+    assert isinstance(given, ast.Dict)
+    extras = {str(ast.literal_eval(key)) for key in given.keys if key is not None}
+    found = texts()
     named = {
-        extra
-        for text in texts().values()
-        for names in EXTRA.findall(text)
-        for extra in names.split(",")
+        one for text in found.values() for own in EXTRA.findall(text) for one in own.split(",")
     }
-    assert {"train", "video", "ray"} <= named <= extras()
-
-
-def test_optional_packages_have_an_extra() -> None:
-    assert {"logging", "trainer", "video", "ray", "remote"} <= extras()
+    assert {"train", "video", "ray"} <= named <= extras
+    assert {"logging", "trainer", "video", "ray", "remote"} <= extras
+    assert [name for name, text in found.items() if FROM_INDEX.search(text)] == []

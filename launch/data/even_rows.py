@@ -1,5 +1,5 @@
-"""Rows for ranks that must go through the same layers together, as sharded weights demand: one rank
-whose row has no picture would leave the others waiting in the vision tower.
+"""Rows for ranks that must run the same layers together, as sharded weights demand: one rank whose
+row has no picture would leave the others waiting in the vision tower.
 
     rank 0   [text image text]                     [text image text]
     rank 1   [text]                           ->   [text][image]       the last segment is padding
@@ -23,8 +23,8 @@ class EvenRows:
     rows has an image, and likewise a video. Added tokens are padding without loss.
 
     Args:
-        batches: of this rank, pixels as values.
-        family: the model's.
+        batches: this rank's micro batches, pixels as values.
+        family: the model's family.
         hf_config: transformers' config of the whole model.
     """
 
@@ -42,31 +42,28 @@ class EvenRows:
         self._token_ids = [hf_config.image_token_id, getattr(hf_config, "video_token_id", None)]
 
     def next(self) -> PackedBatch | None:
-        """See MicroBatches. A collective."""
+        """Return the next row of `MicroBatches`, padded. A collective."""
         row = self._batches.next()
-        images, videos = (
-            (0, 0) if row is None else (len(row.image_grid_thw), len(row.video_grid_thw))
-        )
-        own = [row is not None, images > 0, videos > 0]
+        has_own = row is not None
+        if row is None:
+            row = empty_batch(self._num_positions).to(self._device)
+        own = [has_own, len(row.image_grid_thw) > 0, len(row.video_grid_thw) > 0]
         of_any = torch.tensor(own, dtype=torch.int32, device=self._device)
         distributed.all_reduce(of_any, op=distributed.ReduceOp.MAX)
         has_row, has_image, has_video = map(bool, of_any.tolist())
         if not has_row:
             return None
-        if row is None:
-            row = empty_batch(self._num_positions).to(self._device)
-        if has_image and not images:
+        if has_image and not own[1]:
             row = self._with_segment(row, self._token_ids[0])
             row = replace(row, imgs=self._medium, image_grid_thw=self._grid)
-        if has_video and not videos:
+        if has_video and not own[2]:
             row = self._with_segment(row, self._token_ids[1])
             row = replace(row, pixel_values_videos=self._medium, video_grid_thw=self._grid)
         return row
 
     def _with_segment(self, row: PackedBatch, token_id: int) -> PackedBatch:
-        """The row with the tokens of a medium as one more segment of padding."""
-        length = row.tokens.shape[1] + self._num_tokens
-        padded = pad_batch(row, length, token_id)
+        """Append the tokens of a medium to the row, as one more segment of padding."""
+        padded = pad_batch(row, row.tokens.shape[1] + self._num_tokens, token_id)
         # Empty rows know no layout.
         return replace(padded, is_padded=row.is_padded, image_layout=self._layout)
 

@@ -1,5 +1,5 @@
 """States of Energon's loader and of the random generators, read without running code: torch builds
-instances of the classes named here, and of no others."""
+instances of the classes named here, and of no other class."""
 
 import copyreg
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron.energon.state import FlexState
 # A mapping made of a dict: torch fills no mappings of other classes.
 copyreg.pickle(FlexState, lambda state: (FlexState, (dict(state),)))
 
-#: The last ones are of arrays of numbers.
+#: Classes of the states; the last ones are of arrays of numbers.
 _CLASSES: Final = [
     bytes,
     FlexState,
@@ -36,6 +36,6 @@ _CLASSES: Final = [
 
 
 def load_state(file: Path | IO[bytes]) -> Any:
-    """Read what torch saved of a state. Raises UnpicklingError for other content."""
+    """Read a state that torch saved. Raises UnpicklingError for other content."""
     with torch.serialization.safe_globals(_CLASSES):
         return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,17 +1,18 @@
 """Rows from a loader to the ranks, with a state that can be saved.
 
-Among the ranks that train on the same rows (tensor and context parallel ones), the first reads and
-sends each row to the others. So there is one loader per data parallel rank, and no pack is decoded
-twice. A schedule says which packs each rank reads (`task_encoders.loading.schedule`); data that are
-packed while training come through Energon's loader.
+Among the ranks that train on the same rows (tensor and context parallel ranks), the first reads
+each row and sends it to the others. So there is one loader per data parallel rank, and no pack is
+decoded twice. A schedule says which packs each rank reads (`task_encoders.loading.schedule`); data
+that are packed while training come through Energon's loader.
 """
 
+import itertools
 import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -33,32 +34,12 @@ from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a loader counts as hung: without a first row, as workers build the tokenizer
-#: and seek in the shards, and without a later one. Torch's loader knows one limit for both.
+#: Seconds without a first row, for which workers build the tokenizer and seek in the shards, and
+#: without a later row, after which a loader counts as hung. Torch's loader has one limit for both.
 FIRST_ROW_TIMEOUT: Final = 600
 ROW_TIMEOUT: Final = 120
 #: Consecutive rows without a usable pack after which a run ends, as Energon's loader does.
 MOST_LEFT_OUT: Final = 100
-
-
-class MicroBatches(Protocol):
-    """Source of a trainer's rows."""
-
-    def next(self) -> PackedBatch | None:
-        """The next row; at the end of the data None, and None again from then on."""
-
-    def state(self) -> Any:
-        """State that `restore` needs to continue with the next row, as `load_state` reads it."""
-
-    def restore(self, state: Any) -> None:
-        """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
-        the rest of the epoch is dealt among the present ranks. Only before the first `next`."""
-
-    def restart(self) -> None:
-        """Begin another pass."""
-
-    def close(self) -> None:
-        """Stop reading. `next` must not be called afterwards."""
 
 
 def build_task_encoder(
@@ -69,13 +50,13 @@ def build_task_encoder(
     pad_multiple: int = 1,
     trees: bool = False,
 ) -> PackedTaskEncoder:
-    """The task encoder with the settings that the packs were measured with.
+    """Build the task encoder with the settings that the packs were measured with.
 
     Args:
-        family: of the model that is trained (default: as measured). Lengths are the same in both
-            families; the positions of videos are not.
-        pad_multiple: of each sub-sample's tokens; packs have room for it, see `check_room`.
-        trees: the model has an attention that knows prefix trees.
+        family: the family of the model that is trained (default: as measured). Lengths are the same
+            in both families; the positions of videos are not.
+        pad_multiple: divisor of each sub-sample's tokens; packs have room for it, see `check_room`.
+        trees: the model's attention knows prefix trees.
     """
     model = change_options(data.model, family=family, processor=config.processor)
     kind = PackedTaskEncoder if config.online is None else OnlineTaskEncoder
@@ -91,7 +72,7 @@ def build_task_encoder(
                 f"data.task_encoder {config.task_encoder!r} is not a subclass of {kind.__name__}"
             )
         kind = own
-    given: dict[str, Any] = {"trees": True} if trees else {}  # a class of one's own may lack it
+    given: dict[str, Any] = {"trees": True} if trees else {}  # a user's own class may lack it
     if pad_multiple > 1:
         given |= {"pad_multiple": pad_multiple, "fits_padded": True}
     return kind(
@@ -104,13 +85,13 @@ def build_task_encoder(
     )
 
 
-class LoaderBatches:
-    """`MicroBatches` from a packed folder, a blend, or data that are packed while training.
+class MicroBatches:
+    """A rank's rows from a packed folder, a blend, or data that are packed while training.
 
     Args:
         split: "train" repeats as `config.repeat` says; "val" reads every pack once per `restart`.
         limit: micro batches per rank and pass, for "val".
-        seed: of every order that is drawn.
+        seed: the seed of every order that is drawn.
     """
 
     def __init__(
@@ -138,10 +119,12 @@ class LoaderBatches:
                 self._loader = OnlineLoader(config, config.online, task_encoder, seed)
 
     def next(self) -> PackedBatch | None:
+        """Return the next row; at the end of the data None, and None again from then on."""
         batch = None
         if self._loader is not None and not self._ended:
-            if self._rows is None:
-                self._rows = self._read()
+            if self._rows is None:  # epoch after epoch
+                epochs = itertools.repeat(self._loader) if self._repeats else [self._loader]
+                self._rows = itertools.chain.from_iterable(epochs)
             batch = next(self._rows, None)
             self._ended = batch is None
         if batch is not None:
@@ -154,26 +137,25 @@ class LoaderBatches:
                 )
         return broadcast_batch(batch, self._device, self._group)
 
-    def _read(self) -> Iterator[PackedBatch]:
-        while True:
-            yield from self._loader
-            if not self._repeats:
-                return
-
     def restart(self) -> None:
+        """Begin another pass."""
         self._ended, self._rows = False, None
 
     def state(self) -> Any:
+        """Return the state that `restore` needs to continue with the next row."""
         if self._loader is None:
             return None
         return {"ended": self._ended, "loader": self._loader.state_dict()}
 
     def restore(self, state: Any) -> None:
+        """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
+        the rest of the epoch is dealt among the present ranks. Only before the first `next`."""
         if self._loader is not None:
             self._ended = state["ended"]
             self._loader.load_state_dict(state["loader"])
 
     def close(self) -> None:
+        """Stop reading. `next` must not be called afterwards."""
         if self._loader is not None:
             self._loader.close()
 
@@ -188,7 +170,7 @@ def build_loader(
     rank: int | None = None,
     num_ranks: int | None = None,
 ) -> ScheduledLoader:
-    """The loader of a rank's rows of packs; default: of this data parallel rank."""
+    """Build the loader of a rank's rows of packs; default: of this data parallel rank."""
     rank = parallel_state.get_data_parallel_rank() if rank is None else rank
     num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
     (path,) = config.paths
@@ -215,8 +197,8 @@ def build_loader(
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
-    """A row; where its packs have no usable sub-sample, one of padding, so that ranks keep in
-    step."""
+    """Collate packs to a row; to a row of padding if they have no usable sub-sample, so that ranks
+    keep in step."""
     try:
         return folder.collate(packs)
     except SampleError as error:
@@ -257,7 +239,7 @@ class OnlineLoader:
             watchdog_timeout_seconds=ROW_TIMEOUT,
             watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
         )
-        self._loader.worker_init_fn = partial(_init_worker, self._loader.worker_init_fn)
+        self._loader.worker_init_fn = partial(leave_group, begin=self._loader.worker_init_fn)
         self._loader.generator = torch.Generator()  # as in ScheduledLoader
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -267,7 +249,7 @@ class OnlineLoader:
         return {"num_ranks": self._num_ranks, "energon": self._loader.save_state_rank()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved. Raises StageError with another number of ranks, and
+        """Continue where a state was saved. Raises StageError with another number of ranks, and
         ValueError with other loader processes."""
         if state["num_ranks"] != self._num_ranks:
             raise StageError(
@@ -280,12 +262,10 @@ class OnlineLoader:
         self._loader.close()
 
 
-def leave_group(worker_id: int) -> None:
-    """Leave the trainer's process group: torchrun sends SIGTERM to the whole group, and a trainer
-    that has to save must not find its loader dead. A worker always ends with its trainer."""
+def leave_group(worker_id: int, begin: Callable[[int], None] | None = None) -> None:
+    """Leave the trainer's process group, then begin as the loader asks. Torchrun sends SIGTERM to
+    the whole group, and a trainer that has to save must not find its loader dead. A worker always
+    ends with its trainer."""
     os.setpgid(0, 0)
-
-
-def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:
-    leave_group(worker_id)
-    energon_init(worker_id)
+    if begin is not None:
+        begin(worker_id)

@@ -1,5 +1,4 @@
-"""Size of data that are packed while training: estimated from some samples, as
-no manifest tells it."""
+"""Size of data that are packed while training, estimated from some samples: no manifest tells."""
 
 import logging
 
@@ -21,16 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def read_data(config: DataConfig) -> PackedData:
-    """Describe the data of `config.path`, of one stage.
-
-    Raises:
-        StageError: see `read_packed_data`; data to be packed are not prepared, or no sample of them
-            can be used.
-    """
+    """Describe the data of `config.path`, of one stage; unpacked data by the packs that 1,000
+    samples make. Raises StageError, see `read_packed_data`, or if unpacked data are not prepared,
+    or no sample can be used."""
     (path,), online = config.paths, config.online
     if online is None:
         return read_packed_data(path)
-    # The packs that 1,000 samples make, and how many of the kind all samples make.
     check_exists(folder := path_of(path))
     if not folder.is_file() and not (folder / ".nv-meta").is_dir():
         raise StageError(

@@ -1,6 +1,6 @@
 """Number of packs and the settings they were measured with, as their manifests say.
 
-The steps of an epoch and the batch size follow from them. The unit of a recipe is the sample; with
+The steps of an epoch and the batch size follow from them. The unit of a recipe is the sample: with
 n samples per pack, a step of G samples takes G / n packs. This preserves the recipe: on average,
 each step sees the same number of tokens and samples as without packing.
 """
@@ -33,19 +33,19 @@ class PackedData:
     num_samples: int
     #: samples per pack as drawn: in a blend, weighted by each dataset's share of the packs
     samples_per_pack: float
-    #: of the longest packs
+    #: seq_length of the longest packs
     seq_length: int
-    #: how the samples were measured
+    #: the settings that the samples were measured with
     model: ModelOptions
-    #: changes with the content of any of the datasets
+    #: a hash that changes with the content of any dataset
     content_hash: str
     #: packs in the val split
     num_val_packs: int = 0
-    #: of each dataset
+    #: the task of each dataset
     tasks: tuple[str, ...] = ()
     #: the datasets of a blend: folder, packs, share of the packs drawn
     blended: tuple[tuple[Any, int, float], ...] = ()
-    #: whether any pack has images or videos, if the manifests tell
+    #: whether any pack has images or videos; True if the manifests do not say
     has_media: bool = True
     #: number of ranks that a folder's packs are ordered for (pack.order)
     ordered_for: int | None = None
@@ -59,10 +59,7 @@ class PackedData:
 
 def read_packed_data(path: str | Path) -> PackedData:
     """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
-
-    Raises:
-        StageError: a folder has no manifest, or datasets of a blend were measured differently.
-    """
+    Raises StageError if a folder has no manifest, or datasets were measured differently."""
     folders = _folders(path)
     manifests = [_read_manifest(folder) for folder, _ in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
@@ -101,16 +98,13 @@ def read_packed_data(path: str | Path) -> PackedData:
 
 
 def absolute(path: str | Path) -> str:
-    """An absolute path, or a URL as it is given."""
+    """Make a path absolute, and leave a URL as it is."""
     return str(path) if is_url(path) else os.path.abspath(path)
 
 
 def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
-    """Return the packs of all stages of a run as one, with the largest of each measure.
-
-    Raises:
-        StageError: stages were measured differently.
-    """
+    """Join the packs of all stages of a run: the largest of each measure. Raises StageError if
+    stages were measured differently."""
     if len(data) == 1:
         return data[0]
     _require_one_model("data.path", paths, [one.model for one in data])
@@ -138,10 +132,7 @@ def _require_one_model(
 
 def check_room(path: str | Path, context_parallel: int) -> None:
     """Check that packs have room for the padding of `parallel.context`, planned or by chance.
-
-    Raises:
-        StageError: some packs lack room, or their folder does not tell.
-    """
+    Raises StageError if some packs lack room, or their folder does not tell."""
     if context_parallel == 1:
         return
     from task_encoders.model_inputs import required_pad_multiple  # imports torch
@@ -165,12 +156,12 @@ def check_room(path: str | Path, context_parallel: int) -> None:
 
 
 def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchConfig:
-    """Turn off validation that a file asks for, and no override does, where packs have no val
+    """Turn off validation that a file asks for, and no override does, if packs have no val
     split."""
     if not config.validation.every or any(one.startswith("validation") for one in overrides):
         return config
     for path in config.data.paths:
-        if not _has_validation(path):
+        if not _shards_of(path, "val"):
             logger.warning(
                 "validation is off: %s has no packs in its val split (output.split)", path
             )
@@ -178,29 +169,15 @@ def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchC
     return config
 
 
-def _has_validation(path: str | Path) -> bool:
-    """Return True if the val split holds packs."""
-    folder = path_of(path)
-    if folder.is_dir():
-        return any(shard.split == "val" for shard in _read_manifest(folder).shards)
-    return bool(_shards_of_blend(path, "val"))
-
-
 def check_validation(path: str | Path) -> None:
-    """Check that there are packs to validate on, and warn if they are also trained on.
-
-    Raises:
-        StageError: there are no packs in the val split.
-    """
-    shared = set[tuple[str, str]]()
-    if not path_of(path).is_dir():
-        shared = _shards_of_blend(path, "val") & _shards_of_blend(path, "train")
-    if not _has_validation(path):
+    """Check that there are packs to validate on, and warn if they are also trained on. Raises
+    StageError if there are no packs in the val split."""
+    if not (validated := _shards_of(path, "val")):
         raise StageError(
             f"{path} has no packs in its val split; set validation.every=0, or pack with "
             "output.split={train: 0.99, val: 0.01}"
         )
-    if shared:
+    if shared := validated & _shards_of(path, "train"):
         where, shard = min(shared)
         logger.warning(
             "%s validates on what it trains on: %s of %s is in both splits", path, shard, where
@@ -228,7 +205,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _folders(path: str | Path) -> list[tuple[Path, float]]:
-    """(folder, weight per pack): the folder itself, or the folders of a metadataset, as Energon
+    """Return (folder, weight per pack) of a folder, or of each folder of a metadataset, as Energon
     resolves it. Raises StageError."""
     check_exists(folder := path_of(path))
     if folder.is_dir():
@@ -242,20 +219,22 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
     except PackedFolderError as error:
         raise StageError(f"{error}; a path in it is a folder with .nv-meta") from error
     folders = [path_of(entry.dataset.path) for entry in entries]
-    if any(entry.weight is None for entry in entries):  # blend_epochized: by repetitions
-        sizes = [_read_manifest(folder).total("packs") for folder in folders]
-        repetitions = [entry.repetitions or 1 for entry in entries]
-        return [
-            (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)
-        ]
-    return [(f, float(entry.weight)) for f, entry in zip(folders, entries, strict=True)]
+    weights = [entry.weight for entry in entries]
+    if None in weights:  # blend_epochized: by repetitions
+        pairs = zip(folders, entries, strict=True)
+        weights = [_read_manifest(f).total("packs") * (one.repetitions or 1) for f, one in pairs]
+    return [(folder, float(weight)) for folder, weight in zip(folders, weights, strict=True)]
 
 
-def _shards_of_blend(path: str | Path, split: str) -> set[tuple[str, str]]:
-    """(folder, shard) of all datasets; empty if the metadataset has no such split."""
+def _shards_of(path: str | Path, split: str) -> set[tuple[str, str]]:
+    """Return (folder, shard) of all shards of a split; empty if there is no such split."""
+    folder = path_of(path)
+    if folder.is_dir():
+        shards = _read_manifest(folder).shards
+        return {(str(folder), shard.name) for shard in shards if shard.split == split}
     try:
-        entries = load_datasets(path_of(path), split)
-    except PackedFolderError:  # others were raised for the train split
+        entries = load_datasets(folder, split)
+    except PackedFolderError:  # other errors were raised for the train split
         return set()
     files = ((e.dataset, getattr(e.dataset, "split_part_files", [""])) for e in entries)
     return {(str(dataset.path), file) for dataset, names in files for file in names}

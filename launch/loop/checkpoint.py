@@ -4,21 +4,21 @@
         shard-00001-model-00001-of-00003.safetensors, …     per rank: its shards of weights, and of
                             both moments, by torch.distributed.checkpoint
         rank_00000.pt, …    per rank: state of loader and generators
-                            (tensor parallel ranks stand together, then context parallel ones)
+                            (tensor parallel ranks are next to each other, then context parallel)
         state.json          which run this is, and the hash of every other file; written last
     checkpoints/iter_00001000.tmp/      being written, or left by a kill: never read
 
-A folder takes its name when all ranks have written and synced their files. Frozen weights are not
-in it: a run reads them again where it read them before. The files hold tensors, numbers and text,
+A folder takes its name when all ranks have written and synced their files. It holds no frozen
+weights: a run reads them again where it read them before. The files hold tensors, numbers and text,
 and are read as safetensors and with torch's weights_only loader, which run no code. A checkpoint
-with a missing or changed file is not used, but the newest whole one.
+with a missing or changed file is not used: the newest whole one is.
 
-A resumed run must share its settings with the one that wrote the checkpoint: every field of the
-configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides
-otherwise. Fields in `_FIXED` decide which weights there are, and those in `_OF_LOADER` where the
-loader stands, so no other value can continue; any other may differ if it is named. Stages of
+A resumed run must share its settings with the run that wrote the checkpoint. Every field of the
+configuration is compared except those in `_FREE`, so that a new field is guarded until someone
+decides otherwise. Fields in `_FIXED` decide which weights there are, and those in `_OF_LOADER` the
+loader's place, so no other value can continue; any other field may differ if it is named. Stages of
 data.path that have not begun may change. With other packs, if that is named, the present stage ends
-where it is, and the first of the new ones begins.
+where it is, and the first of the new stages begins.
 """
 
 import logging
@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -44,7 +44,7 @@ from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
-from offline_packing.errors import ConfigError, DamagedError, MismatchError
+from offline_packing.errors import ConfigError, DamagedError
 from offline_packing.runs.training_run import (
     STATE,
     VERSION,
@@ -61,25 +61,17 @@ from offline_packing.storage.files import (
     translate_disk_full,
     write_atomically,
 )
+from offline_packing.storage.receipts import changed_fields, check_inputs
 
 logger = logging.getLogger(__name__)
 
-
-class Deal(NamedTuple):
-    """Among whom the packs are dealt."""
-
-    data_parallel: int
-    #: ranks that share each pack
-    context_parallel: int
+#: File with the state of a rank's loader and generators.
+_OF_RANK: Final = "rank_{:05d}.pt"
 
 
 class CheckpointFolder:
     """The checkpoints of one run, on a file system that all nodes share. All ranks make the same
-    calls.
-
-    Args:
-        accept: fields of the record that may differ, see `run_record`.
-    """
+    calls. `accept`: fields of the record that may differ, see `run_record`."""
 
     def __init__(
         self,
@@ -90,15 +82,15 @@ class CheckpointFolder:
     ) -> None:
         self.folder = config.output.path / "checkpoints"
         self._record = run_record(config, data, plan)
-        data_parallel = parallel_state.get_data_parallel_world_size()
-        self._deal = Deal(data_parallel, config.parallel.context)
+        #: data parallel ranks among which packs are dealt, and ranks that share each pack
+        self._deal = parallel_state.get_data_parallel_world_size(), config.parallel.context
         self._accept, self._keep = accept, config.checkpoint.keep
         self._rank = distributed.get_rank()
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self._tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-        #: the newest whole one, once it is known: it is not read twice
+        #: the newest whole checkpoint, once it is known: it is not read twice
         self._whole: Path | None = None
-        #: others that were found damaged, newer ones; they go when the next one is saved
+        #: newer checkpoints that are damaged; they are removed when the next one is saved
         self._damaged: set[Path] = set()
 
     def save(self, progress: Progress, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
@@ -118,7 +110,7 @@ class CheckpointFolder:
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         generators = {"system": SystemRng.save_state(), "cuda": cuda}
         state = {"data": data.state(), "generators": generators}
-        written = [_save_tensors(temporary / _rank_file(self._rank), state)]
+        written = [_save_tensors(temporary / _OF_RANK.format(self._rank), state)]
         written += temporary.glob(f"shard-{self._rank + 1:05d}-*")
         # Each rank hashes its own files: their content is still in memory, and on a network file
         # system other ranks may see them late.
@@ -126,7 +118,8 @@ class CheckpointFolder:
         if self._rank == 0:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
             content = {"version": VERSION, "run": self._record, **progress._asdict()}
-            content |= {"files": files, **self._deal._asdict()}
+            content |= {"files": files}
+            content |= zip(("data_parallel", "context_parallel"), self._deal, strict=True)
             state = TrainingState.model_validate(content).model_dump(mode="json", by_alias=True)
             write_atomically(temporary / STATE, to_json(seal(state)))
             if final.exists():  # it was damaged
@@ -143,8 +136,8 @@ class CheckpointFolder:
         return final
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, the same one on all ranks; newer ones that are damaged are
-        named in the log. A collective.
+        """Find the newest whole checkpoint, the same one on all ranks, and warn of newer ones that
+        are damaged. A collective.
 
         Raises:
             DamagedError: there are checkpoints, and none is whole.
@@ -152,22 +145,18 @@ class CheckpointFolder:
         """
         if self._whole is not None:
             return self._whole
-        found = [list_checkpoints(self.folder) if self._rank == 0 else []]
-        distributed.broadcast_object_list(found)
         reasons: dict[Path, str] = {}
-        for path in found[0]:
-            damage = self._find_damage(path)
-            if not damage:
+        for path in on_all_ranks(list_checkpoints(self.folder) if self._rank == 0 else [])[0]:
+            if not (damage := self._find_damage(path)):
                 self._whole, self._damaged = path, set(reasons)
                 break
             reasons[path] = "; ".join(damage)
-        else:
-            if reasons:
-                listed = ", ".join(f"{path.name} ({why})" for path, why in reasons.items())
-                raise DamagedError(
-                    f"{self.folder} holds no whole checkpoint: {listed}; restore these files, or "
-                    "remove the folder to train from the beginning"
-                )
+        if self._whole is None and reasons:
+            listed = ", ".join(f"{path.name} ({why})" for path, why in reasons.items())
+            raise DamagedError(
+                f"{self.folder} holds no whole checkpoint: {listed}; restore these files, or "
+                "remove the folder to train from the beginning"
+            )
         if self._whole is not None and self._rank == 0:
             for path, why in reasons.items():
                 logger.warning(
@@ -180,8 +169,8 @@ class CheckpointFolder:
         return self._whole
 
     def _find_damage(self, path: Path) -> list[str]:
-        """Damaged files of a checkpoint, each with its fault; each rank reads some of the files. A
-        collective. Raises StageError, see `read_state`."""
+        """List the damaged files of a checkpoint, each with its fault. Each rank reads some of the
+        files. A collective. Raises StageError, see `read_state`."""
         own = []
         try:
             files = read_state(path).files
@@ -196,38 +185,30 @@ class CheckpointFolder:
         return sorted({line for lines in on_all_ranks(own) for line in lines})
 
     def check(self, path: Path) -> list[str]:
-        """Check that this run can resume from a checkpoint. A collective.
-
-        Returns:
-            A line for each accepted field that differs.
-
-        Raises:
-            StageError: it was written by another version, or by a run with other settings than rank
-                0's.
-        """
-        saved = read_state(path)
-        shared = [self._record]  # paths may differ between nodes
-        distributed.broadcast_object_list(shared)
-        return check_same_run(saved, shared[0], self._accept, path)
+        """Check that this run can resume from a checkpoint. Returns a line for each accepted field
+        that differs. Raises StageError if another version wrote the checkpoint, or a run with other
+        settings than rank 0's. A collective."""
+        saved, now = read_state(path), on_all_ranks(self._record)[0]  # nodes may differ in paths
+        return check_same_run(saved, now, self._accept, path)
 
     def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
-        """Restore a checkpoint, with the generators if packs are dealt as then, and the present
-        stage's place in its packs; if other packs begin, those of the first stage begin. A
-        collective. Raises StageError, see `check`; and DamagedError where its files are not those
-        of such a run."""
+        """Restore a checkpoint, and the present stage's place in its packs; if other packs begin,
+        those of the first stage begin. Generators are restored if packs are dealt as before. A
+        collective. Raises StageError, see `check`; and DamagedError if its files are not those of
+        such a run."""
         for line in self.check(path):
             logger.info("accepted: %s", line)
         saved = read_state(path)
-        then = Deal(saved.data_parallel, saved.context_parallel)
+        then = saved.data_parallel, saved.context_parallel
         iteration, begins, trained = saved.iteration, saved.begins, saved.trained
         tensors, _ = self._named(optimizer)
         with _loading(path):
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
             optimizer.publish(iteration)
             number = self._rank if then == self._deal else self._tensor_rank
-            state = load_state(path / _rank_file(number))
+            state = load_state(path / _OF_RANK.format(number))
             data, generators = state["data"], state["generators"]
-            if _is_other(_PACKS, saved, self._record):
+            if _has_other_packs(saved, self._record):
                 begins = (iteration,)
             else:
                 stages[len(begins) - 1].restore(data)
@@ -237,13 +218,15 @@ class CheckpointFolder:
                 if generators["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(generators["cuda"])
         if then != self._deal:
-            logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
+            ranks = (
+                "packs were dealt among %d × %d data × context parallel ranks, now among %d × %d"
+            )
+            logger.info(ranks, *then, *self._deal)
         return Progress(iteration, begins, trained)
 
     def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:
-        """The optimizer's tensors by names that tensor parallel ranks do not share; and the file
-        of each name, one for each kind of tensors, of which all are in memory while it is
-        written."""
+        """Name the optimizer's tensors, so that tensor parallel ranks share no name, and number the
+        file of each name: one file per kind of tensors, which is in memory while it is written."""
         tensors: dict[str, Any] = {}
         files: dict[str, int] = {}
         for number, (kind, named) in enumerate(optimizer.state().items(), 1):
@@ -253,10 +236,6 @@ class CheckpointFolder:
                 if rank == self._tensor_rank:
                     tensors |= {prefix + name: tensor for name, tensor in named.items()}
         return tensors, files
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
 
 
 def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:
@@ -273,8 +252,8 @@ def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Raise DamagedError for content that this module did not write, in place of the library's
-    error: torch's recommends to run code from the file."""
+    """Raise DamagedError for content that this module did not write. The library's own error is
+    hidden: torch's recommends to run code from the file."""
     try:
         with _unwrapped():
             yield
@@ -339,7 +318,7 @@ _STEP: Final = "packs_per_step"
 
 
 def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> RunRecord:
-    """Settings that a checkpoint keeps of its run: plain values by dotted name."""
+    """Collect the settings that a checkpoint keeps of its run: plain values by dotted name."""
     content = config.model_dump(mode="json")
     compared = {
         # A set's order differs between processes.
@@ -368,45 +347,48 @@ def check_same_run(
         A line for each accepted field that differs.
 
     Raises:
-        MismatchError: other fields differ; a line for each.
+        StageError: other fields differ.
         ConfigError: an accepted name is not a field, or one that must be the same.
     """
     was, is_now = (record.model_dump(by_alias=True) for record in (saved.run, now))
-    names = sorted({*was, *is_now})
-    differing = [name for name in names if _is_other(name, saved, now)]
-    fixed = _FIXED if _PACKS in differing else (*_FIXED, *_OF_LOADER)
-    valid = set(names).difference(fixed)
-    for name in sorted(set(accept) - valid):
-        why = "must be the same" if name in fixed else "no such field"
-        raise ConfigError(f"--accept-mismatch {name}: {why}; valid: {', '.join(sorted(valid))}")
-    if any(name == _PACKS or name.startswith("batch.") for name in differing):
-        differing = [name for name in differing if name != _STEP]  # it follows
+    if not _has_other_packs(saved, now):
+        is_now[_PACKS] = was[_PACKS]
+    last = slice(len(saved.begins) - 1, len(saved.begins))
+    differing = changed_fields(was, is_now)
+    follows = any(name == _PACKS or name.startswith("batch.") for name in differing)
+    if follows or was[_STEP][last] == is_now[_STEP][last]:
+        is_now[_STEP] = was[_STEP]
     lines = {
         name: f"{name} was {_shown(name, was.get(name))}, is {_shown(name, is_now.get(name))}"
-        for name in differing
+        for name in changed_fields(was, is_now)
     }
-    refused = [name for name in lines if name not in accept]
-    if not refused:
-        return list(lines.values())
-    elsewhere = "or start a new run in another output.path"
-    if unlike := [name for name in refused if name in fixed]:
-        remedy = f"{', '.join(unlike)} must be the same to resume: restore it, {elsewhere}"
+    fixed = _FIXED if _PACKS in lines else (*_FIXED, *_OF_LOADER)
+    for name in sorted({*accept}.intersection(fixed)):
+        valid = ", ".join(sorted({*was, *is_now}.difference(fixed)))
+        raise ConfigError(f"--accept-mismatch {name}: must be the same; valid: {valid}")
+    if unlike := [name for name in lines if name in fixed]:
+        remedy = f"{', '.join(unlike)} must be the same to resume: restore it"
     else:
-        options = " ".join(f"--accept-mismatch {name}" for name in refused)
-        remedy = f"restore them, add {options} if that is meant, {elsewhere}"
-    head = f"checkpoint {checkpoint} was written by a run with other settings; {remedy}:"
-    raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
+        options = " ".join(f"--accept-mismatch {name}" for name in lines if name not in accept)
+        remedy = f"restore them, add {options} if that is meant"
+    check_inputs(
+        was,
+        is_now,
+        artifact=f"checkpoint {checkpoint}",
+        remedy=f"{remedy}, or start a new run in another output.path",
+        accept=accept,
+        explain=lines.get,
+    )
+    return list(lines.values())
 
 
-def _is_other(name: str, saved: TrainingState, now: RunRecord) -> bool:
-    """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
-    both: list[Any] = [record.model_dump(by_alias=True).get(name) for record in (saved.run, now)]
-    begun = len(saved.begins)
-    if name == _PACKS:
-        both = [[stage["content_hash"] for stage in each[:begun]] for each in both]
-    if name == _STEP:
-        both = [each[begun - 1 : begun] for each in both]
-    return bool(both[0] != both[1])
+def _has_other_packs(saved: TrainingState, now: RunRecord) -> bool:
+    """Tell whether the stages that have begun have other packs; later ones may change."""
+    was, is_now = (
+        [stage["content_hash"] for stage in run.packs[: len(saved.begins)]]
+        for run in (saved.run, now)
+    )
+    return was != is_now
 
 
 def _shown(name: str, value: Any) -> str:

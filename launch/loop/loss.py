@@ -9,7 +9,6 @@ Averaging per micro batch first, and then over micro batches, would give a token
 labels more weight than one of a pack with many.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,16 +18,8 @@ from task_encoders.samples import IGNORE_INDEX
 Normalization = Literal["token", "sample", "sqrt"]
 
 
-@dataclass(frozen=True, slots=True)
-class LossTerms:
-    """Weights of one row's token losses in the step's loss."""
-
-    weights: torch.Tensor  #: (1, S) float32, 0 where there is no label
-    denominator: torch.Tensor  #: () float32: Σ weights
-
-
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """(1, S) labels -> (1, S): position i holds what position i predicts, token i + 1.
+    """Shift (1, S) labels: position i then holds what position i predicts, token i + 1.
 
     Shifting the whole row is safe: every sub-sample's first label is IGNORE_INDEX, so the last
     token of one never predicts the first of the next.
@@ -40,10 +31,13 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return shifted
 
 
-def loss_terms(
-    loss_weights: torch.Tensor, cu_lengths: torch.Tensor, normalization: Normalization
-) -> LossTerms:
-    """Weights and denominator of one row.
+def row_loss(
+    token_losses: torch.Tensor,
+    loss_weights: torch.Tensor,
+    cu_lengths: torch.Tensor,
+    normalization: Normalization,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (Σ weight · loss, Σ weight) of one row, both () float32; zeros without labels.
 
     "token": every token weighs what `loss_weights` say.
     "sample": every sample of a step weighs the same.
@@ -54,31 +48,23 @@ def loss_terms(
     the padding at a row's end, count for nothing.
 
     Args:
+        token_losses: (1, S) float32. Values where there is no label do not matter, not even NaN.
         loss_weights: (1, S) float32, not shifted; 0 where there is no label.
         cu_lengths: (1, P + 1) int32, the row's boundaries.
     """
     weights = loss_weights.roll(-1, dims=1)  # as `shift_labels`
     weights[:, -1] = 0
-    if normalization == "token":
-        return LossTerms(weights, weights.sum())
-    boundaries = cu_lengths.flatten().long()
+    denominator = weights.sum()
+    if normalization != "token":
+        boundaries = cu_lengths.flatten().long()
 
-    def per_segment(values: torch.Tensor) -> torch.Tensor:
-        before = torch.cat([values.new_zeros(1), values.flatten().double().cumsum(0)])
-        return before[boundaries[1:]] - before[boundaries[:-1]]
+        def per_segment(values: torch.Tensor) -> torch.Tensor:
+            before = torch.cat([values.new_zeros(1), values.flatten().double().cumsum(0)])
+            return before[boundaries[1:]] - before[boundaries[:-1]]
 
-    labels, sums = per_segment((weights > 0).float()), per_segment(weights)
-    of_sample = labels.sqrt() if normalization == "sqrt" else (labels > 0).double()
-    share = torch.where(labels > 0, of_sample / sums, 0.0).float()
-    spread = weights * share.repeat_interleave(boundaries.diff())
-    return LossTerms(spread, of_sample.sum().float())
-
-
-def weighted_sum(token_losses: torch.Tensor, terms: LossTerms) -> torch.Tensor:
-    """() float32: Σ weight · loss of one row; 0, and finite, for a row without labels.
-
-    Args:
-        token_losses: (1, S) float32. Values where there is no label do not matter, not even NaN.
-    """
-    labelled = terms.weights > 0
-    return (torch.where(labelled, token_losses, 0.0) * terms.weights).sum()
+        labels, sums = per_segment((weights > 0).float()), per_segment(weights)
+        of_sample = labels.sqrt() if normalization == "sqrt" else (labels > 0).double()
+        share = torch.where(labels > 0, of_sample / sums, 0.0).float()
+        weights = weights * share.repeat_interleave(boundaries.diff())
+        denominator = of_sample.sum().float()
+    return (torch.where(weights > 0, token_losses, 0.0) * weights).sum(), denominator

@@ -31,8 +31,8 @@ class StepCounts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        #: loss, denominator, labelled tokens, and forward operations
-        self._on_device = torch.zeros(4, dtype=torch.float64, device=device)
+        #: loss, denominator, and forward operations
+        self._on_device = torch.zeros(3, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = 0
         self._data_seconds = 0.0
 
@@ -51,14 +51,12 @@ class StepCounts:
             loss: the sum of its losses, or of this rank's part of it.
             denominator: of the whole row.
             cost: of the model.
-            group: the ranks that share the row; all but the losses is counted by the first.
+            group: the ranks that share the row; the first counts all but the losses.
         """
         self._on_device[0] += loss.detach().double()
         if group is not None and distributed.get_rank(group):
             return
-        loss_tokens = (row.labels != IGNORE_INDEX).sum()
-        counted = torch.stack([denominator, loss_tokens]).double()
-        self._on_device[1:] += torch.cat([counted, row_flops(cost, row).sum()[None]])
+        self._on_device[1:] += torch.stack([denominator.double(), row_flops(cost, row)])
         self._tokens += row.num_tokens
         self._samples += len(row.sub_sample_keys)
         self._packs += len(row.__key__)
@@ -82,20 +80,14 @@ class StepCounts:
         worst = sums.new_tensor([self._data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
-        loss, denominator, loss_tokens, flops, tokens, samples, packs = sums.tolist()
+        loss, denominator, flops, *counted = sums.tolist()
         data_seconds, stopped = worst.tolist()
+        tokens, samples, packs = map(round, counted)
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
+        mean = loss / denominator
         return StepTotals(
-            loss=loss / denominator,
-            denominator=denominator,
-            loss_tokens=round(loss_tokens),
-            tokens=round(tokens),
-            samples=round(samples),
-            packs=round(packs),
-            flops=flops,
-            data_seconds=data_seconds,
-            stop=round(stopped),
+            mean, denominator, flops, tokens, samples, packs, data_seconds, int(stopped)
         )
 
 
@@ -104,31 +96,15 @@ class StepTotals(NamedTuple):
 
     loss: float
     denominator: float
-    loss_tokens: int
+    #: operations of the forward pass
+    flops: float
     tokens: int
     samples: int
     packs: int
-    #: operations of the forward pass
-    flops: float
     #: the longest that any rank waited for its loader
     data_seconds: float
     #: the signal that asked any rank to stop, or 0
     stop: int
-
-    def metrics(self, seconds: float, seq_length: int) -> dict[str, float]:
-        """Return the step's line. `fill`: real tokens as a share of the room in the packs."""
-        return {
-            "loss": self.loss,
-            "tokens_per_second": self.tokens / seconds,
-            "samples_per_second": self.samples / seconds,
-            "fill": self.tokens / (self.packs * seq_length),
-            "packs": self.packs,
-            "sub_samples": self.samples,
-            "tokens": self.tokens,
-            "loss_tokens": self.loss_tokens,
-            "step_seconds": seconds,
-            "data_wait": self.data_seconds / seconds,
-        }
 
 
 #: Dense bfloat16 FLOP/s of a GPU, by a part of its name (NVIDIA's data sheets).
@@ -145,7 +121,7 @@ PEAK_FLOPS: Final = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak rate of this rank's GPU; None on a CPU and for GPUs that are not in the table."""
+    """Return the peak rate of this rank's GPU; None on a CPU, and for GPUs that the table lacks."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -153,7 +129,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
-    """Return (2,) float64, on the row's device: operations that the vision tower and the language
+    """Return () float64, on the row's device: operations that the vision tower and the language
     model need, forward, for the row's real tokens and the logits of its labels. A branch costs what
     it adds to its trunk."""
 
@@ -168,12 +144,11 @@ def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
         shared = tokens[parents.clamp(min=0)] * (parents >= 0)
     language = cost.language_flops(shared + tokens, labels) - cost.language_flops(shared, 0)
     steps, height, width = torch.cat([row.image_grid_thw, row.video_grid_thw]).double().T
-    tower = (steps * cost.tower_flops(height * width)).sum()
-    return torch.stack([tower, language.sum()])
+    return (steps * cost.tower_flops(height * width)).sum() + language.sum()
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak memory of this process: on the GPU, or in the machine's memory on a CPU."""
+    """Return the peak memory of this process: on the GPU, or in the machine's memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -182,31 +157,31 @@ def memory_gib(device: torch.device) -> float:
 class Eta:
     """Seconds to the last step, from the mean over this process's steps except the first."""
 
-    def __init__(self, iteration: int, iterations: int) -> None:
-        self._iterations = iterations
-        self._first = iteration + 1
-        self._started = time.perf_counter()
+    def __init__(self) -> None:
+        #: the first step and its end; the first step warms up
+        self._first: tuple[int, float] | None = None
 
-    def seconds(self, iteration: int) -> float | None:
-        """After step `iteration`; None if only one step was done."""
-        if iteration == self._first:
-            self._started = time.perf_counter()  # the first warms up
-        if iteration <= self._first:
+    def seconds(self, iteration: int, iterations: int) -> float | None:
+        """Estimate the time left after step `iteration`; None if only one step was done."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = iteration, now
             return None
-        per_step = (time.perf_counter() - self._started) / (iteration - self._first)
-        return per_step * (self._iterations - iteration)
+        first, started = self._first
+        return (now - started) / (iteration - first) * (iterations - iteration)
 
 
 def format_line(
     iteration: int, iterations: int, metrics: Mapping[str, float], eta: float | None
 ) -> str:
-    """`step 20/500: loss 1.2345, lr 1.00e-05, grad norm 0.98, ...`"""
+    """Format a step's figures: `step 20/500: loss 1.2345, lr 1.00e-05, grad norm 0.98, ...`."""
+    seconds = metrics["step_seconds"]
     parts = [
         f"loss {metrics['loss']:.4f}",
         f"lr {metrics['learning_rate']:.2e}",
         f"grad norm {metrics['grad_norm']:.3g}",
-        f"{metrics['tokens_per_second']:,.0f} tokens/s",
-        f"{metrics['samples_per_second']:.1f} samples/s",
+        f"{metrics['tokens'] / seconds:,.0f} tokens/s",
+        f"{metrics['sub_samples'] / seconds:.1f} samples/s",
         f"fill {metrics['fill']:.1%}",
         f"data wait {metrics['data_wait']:.1%}",
         f"memory {metrics['memory_gib']:.1f} GiB",
@@ -214,8 +189,8 @@ def format_line(
     if "mfu" in metrics:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     if eta is not None:
-        hours, seconds = divmod(round(eta), 3600)
-        parts.append(f"ETA {hours}:{seconds // 60:02d}:{seconds % 60:02d}")
+        hours, rest = divmod(round(eta), 3600)
+        parts.append(f"ETA {hours}:{rest // 60:02d}:{rest % 60:02d}")
     return f"step {iteration}/{iterations}: {', '.join(parts)}"
 
 
@@ -223,11 +198,8 @@ class MetricsLog:
     """metrics.jsonl, and the trackers that are asked for. Only rank 0 has one."""
 
     def __init__(self, folder: Path, config: MetricsConfig, *, iteration: int) -> None:
-        """Open the log to continue after step `iteration` (0: a new run).
-
-        Raises:
-            ValueError: a tracker is asked for but not installed.
-        """
+        """Open the log to continue after step `iteration` (0: a new run). Raises ValueError if a
+        tracker is asked for but not installed."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         asked = {"tensorboard": config.tensorboard and "here", "wandb": config.wandb}
@@ -237,31 +209,26 @@ class MetricsLog:
             for package, project in asked.items()
             if project
         ]
-        self._samples_seen = 0
         if self._path.exists():
             kept = [line for line in read_metrics(self._path) if line["iteration"] <= iteration]
             lines = "".join(json.dumps(line) + "\n" for line in kept)
             write_atomically(self._path, lines.encode())
-            self._samples_seen = sum(line.get("sub_samples", 0) for line in kept)
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Add one line. A step's gets `samples_seen`, the samples since the first step."""
-        if "sub_samples" in metrics:
-            self._samples_seen += int(metrics["sub_samples"])
-            metrics = {**metrics, "samples_seen": self._samples_seen}
+        """Add one line."""
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
         for tracker in self._trackers:
             tracker.log(metrics, iteration)
 
     def close(self) -> None:
-        """Let trackers write pending figures."""
+        """Write the trackers' pending figures."""
         for tracker in self._trackers:
             tracker.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. A last line truncated by a kill is left out."""
+    """Read the lines of a metrics.jsonl, without a last line that a kill truncated."""
     lines = path.read_text("utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -39,11 +39,11 @@ class ShardedAdamW:
     Args:
         model: is sharded in place. Weights that tensor parallel ranks divide are marked
             `tensor_model_parallel`.
-        layers: of the model.
-        dtype: of gathered weights; None: float32.
-        device: of the shards.
+        layers: the model's layers.
+        dtype: the dtype of gathered weights; None: float32.
+        device: the device of the shards.
         group: the ranks that see different rows, or parts of a row.
-        tensor_group: the ranks that share the model; None means a single rank.
+        tensor_group: the ranks that share the model; None: a single rank.
         stays_gathered: weights stay gathered, and frozen ones are not sharded.
 
     Raises:
@@ -62,7 +62,7 @@ class ShardedAdamW:
         tensor_group: distributed.ProcessGroup | None = None,
         stays_gathered: bool = True,
     ) -> None:
-        # Sharding makes new parameters, and no memory of those before must stay.
+        # Sharding makes new parameters, and the memory of the old ones must be freed.
         hooks = {n: p._backward_hooks for n, p in model.named_parameters() if p.requires_grad}
         if not hooks:
             raise ValueError("every part of the model is frozen; leave one of them to train")
@@ -145,7 +145,7 @@ class ShardedAdamW:
                 unit.unshard()
 
     def state(self) -> dict[str, dict[str, DTensor]]:
-        """Weights and moments, by kind and name of the weight, to be saved or overwritten."""
+        """Return weights and moments by kind and weight, to be saved or overwritten."""
         found = {"weights": {name: one.detach() for name, one in self._parameters.items()}}
         for kind in _MOMENTS:
             found[kind] = {
@@ -176,7 +176,8 @@ class ShardedAdamW:
             gradient.copy_(piece.view_as(gradient))
 
     def _norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
-        """L2 norm of the whole model's gradient: each shard once, replicated weights once."""
+        """Compute the L2 norm of the whole model's gradient: each shard, and each replicated
+        weight, counts once."""
         squares = next(iter(gradients.values())).new_zeros(2)
         for name, gradient in gradients.items():
             squares[int(name in self._divided)] += gradient.square().sum()
@@ -196,7 +197,7 @@ def _shard(
     *,
     stays_gathered: bool,
 ) -> None:
-    """Shard a model in place; arguments as of `ShardedAdamW`."""
+    """Shard a model in place. The arguments are those of `ShardedAdamW`."""
     # Layers that stay gathered keep the dtype of what goes in, such as angles in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=not stays_gathered

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-#: After which a collective counts as hung, as in megatron-core's own groups. NCCL's ten minutes are
-#: no longer than a rank may wait for its loader's first row.
+#: Time after which a collective counts as hung, as in megatron-core's own groups. NCCL's ten
+#: minutes are no longer than a rank may wait for its loader's first row.
 _TIMEOUT: Final = timedelta(minutes=30)
 
 
 class ParallelError(RuntimeError):
-    """The given processes cannot be laid out as asked for."""
+    """Processes that cannot be laid out as asked for."""
 
 
 def initialize_parallel(
@@ -37,7 +37,7 @@ def initialize_parallel(
         tensor_parallel: ranks that share one model.
         context_parallel: ranks that share a row; times tensor_parallel it must divide the world
             size.
-        seed: of torch's generators, the same on all ranks.
+        seed: the seed of torch's generators, the same on all ranks.
 
     Returns:
         The device of this rank.
@@ -77,7 +77,7 @@ def initialize_parallel(
 
 
 def context_group() -> dist.ProcessGroup | None:
-    """Return the group of ranks that share this rank's rows; None: it has them alone."""
+    """Return the group of ranks that share this rank's rows; None: no other rank does."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return None
     group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
@@ -92,7 +92,7 @@ def shutdown_parallel() -> None:
 
 
 def on_all_ranks(own: Any) -> list[Any]:
-    """The objects of all ranks, in order. A collective."""
+    """Gather the objects of all ranks, in order. A collective."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone

@@ -13,7 +13,7 @@ from offline_packing.runs.training_run import TrainedStage
 logger = logging.getLogger(__name__)
 
 
-#: Share of the way from min to max left at `progress` in 0..1, by name.
+#: Share of the way from the minimum to the maximum that is left at `progress` in 0..1, by name.
 DECAYS: Final[dict[str, Callable[[float], float]]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
@@ -26,7 +26,7 @@ class StagePlan:
     """The steps of a stage."""
 
     iterations: int
-    #: over all ranks
+    #: packs over all ranks
     packs_per_step: int
     #: micro batches per rank and step
     accumulation: int
@@ -37,10 +37,10 @@ class Progress(NamedTuple):
 
     #: steps done
     iteration: int = 0
-    #: steps done when each of the stages of data.path began that have begun
+    #: steps done at the beginning of each stage of data.path that has begun
     begins: Sequence[int] = (0,)
-    #: every stage begun so far, over changes of data.path (where a run resumes, before the present
-    #: one); none if packed while training
+    #: every stage begun so far, over changes of data.path (where a run resumes, without the present
+    #: stage); empty if packed while training
     trained: Sequence[TrainedStage] = ()
 
 
@@ -49,13 +49,13 @@ class TrainPlan:
     """The shape of a run: its stages, one after another."""
 
     stages: tuple[StagePlan, ...]
-    #: steps done when each stage begins, and when the last one ends, (num_stages + 1,)
+    #: steps done at the beginning of each stage, and at the end of the last, (num_stages + 1,)
     bounds: tuple[int, ...]
 
     @classmethod
     def of(cls, stages: Sequence[StagePlan], total: int | None, done: Progress) -> "TrainPlan":
-        """The plan of a run that has come so far. `total`: its steps, if they are asked for. Raises
-        ValueError where they were done before its packs began."""
+        """Plan a run that has come so far. `total`: its steps, if they are asked for. Raises
+        ValueError if they were done before its packs began."""
         bounds = list(done.begins)
         if total and total <= bounds[0]:
             raise ValueError(
@@ -72,10 +72,10 @@ class TrainPlan:
         return self.bounds[-1]
 
     def learning_rate(self, iteration: int, schedule: ScheduleConfig) -> float:
-        """The rate of one step, 0 for the first.
+        """Return the learning rate of a step, counted from 0.
 
-        Rises linearly over the warm-up, then falls towards the minimum, which it would reach one
-        step after the last: with a minimum of 0, no step is wasted.
+        The rate rises linearly over the warm-up, then falls towards the minimum, which it would
+        reach one step after the last: with a minimum of 0, no step is wasted.
         """
         warmup = round(schedule.warmup * self.iterations)
         if iteration < warmup:
@@ -89,8 +89,8 @@ class TrainPlan:
 def plan_training(
     config: LaunchConfig, data: Sequence[PackedData], data_parallel: int
 ) -> TrainPlan:
-    """Steps of a run on the packs of each of its stages; a decay that undoes the weights is warned
-    of. Raises ValueError as `plan_stage`."""
+    """Plan the steps of a run on the packs of each of its stages, and warn of a decay that undoes
+    the weights. Raises ValueError as `plan_stage`."""
     stages = [plan_stage(*pair, data_parallel) for pair in zip(config.stages, data, strict=True)]
     plan = TrainPlan.of(stages, config.train.iterations, Progress())
     # A step takes rate × decay of the weights.
@@ -111,13 +111,10 @@ def plan_training(
 
 
 def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> StagePlan:
-    """Steps and batch of a stage.
+    """Plan the steps and the batch of a stage. Raises ValueError if nothing would be trained.
 
     A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
-    divides evenly among the ranks. One given in packs must already be such a multiple.
-
-    Raises:
-        ValueError: `global_batch_packs` does not divide evenly, or nothing would be trained.
+    divides evenly among the ranks. A batch size in packs must already be such a multiple.
     """
     if "language" in config.model.freeze and not data.has_media:
         raise ValueError(
@@ -157,8 +154,8 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
 
 
 def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel: int) -> None:
-    """Warn where a stage differs from the recipe; of too few packs or ranks, and of packs that are
-    ordered for another number of these."""
+    """Warn if a stage differs from the recipe, if there are too few packs or ranks, and if packs
+    are ordered for another number of ranks."""
     packs, iterations = plan.packs_per_step, plan.iterations
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:

@@ -1,4 +1,4 @@
-"""Assembles a training run: checks, groups, data, model, optimizer, trainer; and its export."""
+"""Assembly of a training run: checks, groups, data, model, optimizer, trainer; and its export."""
 
 import fcntl
 import logging
@@ -16,7 +16,7 @@ from torch import distributed
 
 from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
-from launch.data.micro_batches import LoaderBatches, build_task_encoder
+from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
 from launch.loop.checkpoint import CheckpointFolder
@@ -46,16 +46,9 @@ _LEAST_LORA_RATE: Final = 5e-5
 
 def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     """Train as the configuration says, and write the trained model in Hugging Face's format.
-
-    Args:
-        accept_mismatch: fields that may differ from the checkpoint to resume from.
-
-    Returns:
-        The exit status: 0, or 128 and the number of the signal that stopped the run.
-
-    Raises:
-        StageError: the data cannot be used, or there is a run that goes on, or must not be resumed.
-    """
+    `accept_mismatch`: fields that may differ from the checkpoint to resume from. Returns the exit
+    status: 0, or 128 and the number of the signal that stopped the run. Raises StageError if the
+    data cannot be used, or another run is at work or must not be resumed."""
     checkpoints = config.output.path / "checkpoints"
     if not config.checkpoint.resume and any(checkpoints.glob("iter_*")):
         raise StageError(
@@ -85,7 +78,7 @@ def _run(config: LaunchConfig, accept_mismatch: Collection[str]) -> int:
 def build_trainer(
     config: LaunchConfig, device: torch.device, accept_mismatch: Collection[str] = ()
 ) -> tuple[Trainer, Any]:
-    """The trainer of this rank, and its model. Needs `initialize_parallel`."""
+    """Build the trainer of this rank, and its model. Needs `initialize_parallel`."""
     data = [read_data(stage.data) for stage in config.stages]
     largest = largest_of(config.data.paths, data)
     for stage, own in zip(config.stages, data, strict=True):
@@ -109,7 +102,7 @@ def build_trainer(
     is_alone = distributed.get_world_size() == 1
 
     def even(batches: Any) -> Any:
-        """Micro batches with which no rank waits for another in transformers' models."""
+        """Wrap micro batches so that no rank waits for another in transformers' models."""
         if batches is None or is_alone or not isinstance(config.model, TransformersModelConfig):
             return batches
         return EvenRows(batches, FAMILIES[config.model.family], model.hf_config, device)
@@ -129,7 +122,7 @@ def build_trainer(
 def build_stages(
     config: LaunchConfig, data: Sequence[PackedData], device: torch.device
 ) -> tuple[list[Stage], PackedTaskEncoder]:
-    """The packs of each stage for this rank, and the last one's task encoder."""
+    """Open the packs of each stage for this rank, and return them with the last task encoder."""
     stages = []
     context, seed = config.parallel.context, config.train.seed
     multiple = required_pad_multiple(context_parallel=context)
@@ -149,8 +142,8 @@ def build_stages(
         validation = None
         if config.validation.every:
             limit = config.validation.limit
-            validation = LoaderBatches(stage.data, encoder, device, split="val", limit=limit)
-        train = LoaderBatches(stage.data, encoder, device, seed=seed)
+            validation = MicroBatches(stage.data, encoder, device, split="val", limit=limit)
+        train = MicroBatches(stage.data, encoder, device, seed=seed)
         stages.append(Stage(packs, train, validation, own.seq_length))
     return stages, encoder
 
@@ -158,8 +151,8 @@ def build_stages(
 def build_run_model(
     config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
 ) -> PackedModel:
-    """Build the model of a run for the packs that it trains. Raises ValueError where packs are
-    longer than the model has positions."""
+    """Build the model of a run for the packs that it trains. Raises ValueError if packs are longer
+    than the model has positions."""
     options: dict[str, Any] = {"device": device, "seed": config.train.seed}
     if not isinstance(config.model, TransformersModelConfig):
         return build_model(config.model, **options, shares_rows=config.parallel.context > 1)
@@ -178,8 +171,8 @@ def build_run_model(
 
 
 def check_trees(config: LaunchConfig, data: PackedData) -> None:
-    """Check a run against packs of samples that share prefixes. Raises StageError, or ValueError
-    where the model cannot compute them."""
+    """Check a run against packs of samples that share prefixes. Raises StageError, or ValueError if
+    the model cannot compute them."""
     if not data.has_trees:
         return
     fields: dict[str, Any] = {"parallel.context": 1, "data.cross_sample_attention": False}
@@ -261,11 +254,8 @@ def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None
 
 
 def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:
-    """Check that all ranks were started with the same settings. A collective.
-
-    Raises:
-        StageError: a variable or a field differs, for example if one node got another command.
-    """
+    """Check that all ranks were started with the same settings. A collective. Raises StageError if
+    a variable or a field differs, for example if one node got another command."""
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
     own["--accept-mismatch"] = ", ".join(sorted(accept_mismatch))
     for section, content in config.model_dump(mode="json").items():
@@ -277,9 +267,9 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
     # nodes may mount them elsewhere
     for path in ("data.path", "output.path", "model.checkpoint"):
         del own[path]
-    everyone = on_all_ranks(own)
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
+    first, *others = on_all_ranks(own)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in first.items():
             if theirs[name] != value:
                 raise StageError(
                     f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}; start all "
@@ -288,7 +278,7 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
 
 
 def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> ShardedAdamW:
-    """The optimizer over this rank's groups. It shards the model."""
+    """Build the optimizer over this rank's groups. It shards the model."""
     dtype: torch.dtype | None = config.model.resolve_dtype(device)
     is_sharded = getattr(config.model, "fsdp", False)
     if isinstance(config.model, TransformersModelConfig) and not is_sharded:
@@ -306,10 +296,8 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
 
 
 def export(model: Any, output: Path, steps: int) -> None:
-    """Write the trained model to `hf/` in Hugging Face's format. A collective.
-
-    The model of an earlier, shorter run is kept as `hf_` and its number of steps.
-    """
+    """Write the trained model to `hf/` in Hugging Face's format. A collective. The model of an
+    earlier, shorter run is kept as `hf_` and its number of steps."""
     folder = output / "hf"
     earlier = read_json(folder / _TRAINED, "remove it") or {}
     if earlier.get("steps") == steps:

@@ -1,4 +1,4 @@
-"""The training loop: packs in, steps, checkpoints, metrics out.
+"""The training loop: packs in, steps, checkpoints and metrics out.
 
 A step is `accumulation` micro batches on every rank. All ranks leave a step together, even if one
 has no pack left, was asked to stop, or met a gradient that is not finite.
@@ -8,10 +8,10 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches
 from launch.loop.checkpoint import CheckpointFolder
-from launch.loop.loss import loss_terms, shift_labels, weighted_sum
+from launch.loop.loss import row_loss, shift_labels
 from launch.loop.metrics import (
     Eta,
     MetricsLog,
@@ -44,41 +44,33 @@ logger = logging.getLogger(__name__)
 
 
 class StepError(RuntimeError):
-    """A step failed. The text names the packs it was working on."""
+    """Failure of a step. The text names the packs of the step."""
 
 
-#: Signals that stop a run after the present step.
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-
-
-class StopRequest:
-    """Context manager that records SIGTERM or Ctrl-C, for the work inside to stop."""
-
-    def __init__(self) -> None:
-        #: the signal; 0: none
-        self.received = 0
-
-    def __enter__(self) -> "StopRequest":
-        def on_signal(number: int, _: FrameType | None) -> None:
-            self.received = number
-
-        self._previous: dict[int, Any] = {s: signal.signal(s, on_signal) for s in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+@contextmanager
+def record_signals() -> Iterator[list[int]]:
+    """Yield a list that receives SIGTERM and Ctrl-C, each of which stops a run after its step."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        previous[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        for one, handler in previous.items():
+            signal.signal(one, handler)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Packs that a run trains until the steps of its stage are done."""
 
-    #: of a checkpoint's `trained`, all but the state of the loader; None: packed while training
+    #: an entry of a checkpoint's `trained`, without the state of the loader; None: packed while
+    #: training
     packs: Mapping[str, Any] | None
-    #: of this rank
+    #: this rank's micro batches
     train: MicroBatches
-    #: of the val split
+    #: this rank's micro batches of the val split
     validation: MicroBatches | None
     #: room for a pack in tokens
     seq_length: int
@@ -97,8 +89,9 @@ class Trainer:
         config: the run.
         plan: its steps, from the first.
         model: a `PackedModel`, whose weights belong to the optimizer.
+        optimizer: the model's.
         stages: the packs of each stage of the plan.
-        checkpoints: where to save.
+        checkpoints: the folder to save in.
     """
 
     def __init__(
@@ -117,9 +110,9 @@ class Trainer:
         self._model = model
         self._optimizer = optimizer
         self.stages = stages
-        #: number of the present one
+        #: number of the present stage
         self._stage = 0
-        #: the packs of earlier ones, see `Progress`
+        #: the packs of earlier stages, see `Progress`
         self._trained: Sequence[TrainedStage] = []
         self._checkpoints = checkpoints
         self._device = device
@@ -140,7 +133,7 @@ class Trainer:
         self.stopped_by = 0
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one. A collective."""
+        """Continue from the newest checkpoint, if there is one. A collective."""
         path = self._checkpoints.newest()
         if path is None:
             return
@@ -152,13 +145,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, the end of the data, SIGTERM or Ctrl-C, and save. Call it once.
-
-        Returns:
-            Whether the run is finished; False where a signal stopped it.
-
-        Raises:
-            StepError: a step failed.
-        """
+        Returns False if a signal stopped the run before its end. Raises StepError if a step
+        failed."""
         if self._is_main:
             output, metrics = self._config.output.path, self._config.metrics
             self._log = MetricsLog(output, metrics, iteration=self.iteration)
@@ -170,7 +158,7 @@ class Trainer:
         )
         self._model.train()
         try:
-            with StopRequest() as stop, bar:
+            with record_signals() as stop, bar:
                 return self._run_steps(stop, bar)
         finally:
             if self._log is not None:
@@ -178,10 +166,10 @@ class Trainer:
             for stage in self.stages:
                 stage.close()
 
-    def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
+    def _run_steps(self, stop: list[int], bar: Any) -> bool:
         first = saved = self.iteration
         stopped = 0
-        self._eta = Eta(self.iteration, self._plan.iterations)
+        self._eta = Eta()
         while self.iteration < self._plan.iterations and not stopped:
             if self.iteration == self._plan.bounds[self._stage + 1]:
                 self._trained = self._progress().trained
@@ -217,8 +205,8 @@ class Trainer:
             logger.info("stopped by %s after %d steps; run again to continue", name, self.iteration)
         return finished
 
-    def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
-        """One step; None if no rank has a pack left."""
+    def _step(self, stop: list[int], bar: Any) -> StepTotals | None:
+        """Train one step and report it. Returns None if no rank has a pack left."""
         started = time.perf_counter()
         stage, accumulation = self.stages[self._stage], self._plan.stages[self._stage].accumulation
         counts = StepCounts(self._device)
@@ -240,7 +228,7 @@ class Trainer:
                     f"{len(row.video_grid_thw)} videos, samples "
                     f"{', '.join(row.sub_sample_keys)}: {error}"
                 ) from error
-        totals = counts.reduce(counts=self._reports, stop=stop.received)
+        totals = counts.reduce(counts=self._reports, stop=stop[-1] if stop else 0)
         if not totals.packs:
             return None
         rate = self._plan.learning_rate(self.iteration, self._config.schedule)
@@ -257,9 +245,19 @@ class Trainer:
             )
         self.iteration += 1
         seconds = time.perf_counter() - started
-        metrics = totals.metrics(seconds, stage.seq_length)
-        metrics |= {"learning_rate": rate, "grad_norm": norm}
-        metrics["memory_gib"] = memory_gib(self._device)
+        metrics = {
+            "loss": totals.loss,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "tokens": totals.tokens,
+            "sub_samples": totals.samples,
+            "packs": totals.packs,
+            # real tokens as a share of the room in the packs
+            "fill": totals.tokens / (totals.packs * stage.seq_length),
+            "step_seconds": seconds,
+            "data_wait": totals.data_seconds / seconds,
+            "memory_gib": memory_gib(self._device),
+        }
         if self._peak_flops is not None:
             available = seconds * self._peak_flops * distributed.get_world_size()
             metrics["mfu"] = TRAINING * totals.flops / available
@@ -267,19 +265,19 @@ class Trainer:
         return totals
 
     def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
-        """The sum of one row's weighted losses, or of this rank's part of it, entered into the
-        counts."""
+        """Compute the sum of one row's weighted losses, or of this rank's part of the row, and
+        count it."""
         group = context_group()
         losses = self._model(row, segment_params(row, group), shift_labels(row.labels))
-        terms = loss_terms(row.loss_mask, row.cu_lengths, self._config.train.normalization)
-        loss = weighted_sum(losses, terms)
+        normalization = self._config.train.normalization
+        loss, denominator = row_loss(losses, row.loss_mask, row.cu_lengths, normalization)
         cost = self._model.cost
-        counts.add(row, loss=loss, denominator=terms.denominator, cost=cost, group=group)
+        counts.add(row, loss=loss, denominator=denominator, cost=cost, group=group)
         return loss
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """Loss over the val split of the present stage, on all ranks."""
+        """Log the loss over the val split of the present stage, on all ranks."""
         batches = self.stages[self._stage].validation
         if batches is None:
             return
@@ -290,7 +288,7 @@ class Trainer:
             self._count_loss(row, counts)
         batches.restart()
         self._model.train()
-        totals = counts.reduce(counts=self._reports, stop=False)
+        totals = counts.reduce(counts=self._reports, stop=0)
         logger.info("step %d: validation loss %.4f", self.iteration, totals.loss)
         if self._log is not None:
             self._log.write(
@@ -303,7 +301,7 @@ class Trainer:
         self._log.write(self.iteration, metrics)
         bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
         bar.update()
-        eta = self._eta.seconds(self.iteration)
+        eta = self._eta.seconds(self.iteration, self._plan.iterations)
         if bar.disable:
             self._line = format_line(self.iteration, self._plan.iterations, metrics, eta)
         if self.iteration == 1 or _is_due(self.iteration, self._config.metrics.log_every):

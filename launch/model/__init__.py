@@ -1,1 +1,1 @@
-"""Models for packed rows: built of megatron-core's layers, or whole from transformers."""
+"""Models for packed rows: built from megatron-core's layers, or whole from transformers."""

@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from task_encoders.families import FAMILIES, require_family
 from task_encoders.field_types import Count, not_bool, one_of
@@ -20,7 +13,7 @@ from task_encoders.versions import require_at_least
 if TYPE_CHECKING:
     import torch
 
-#: Families whose language model is built of megatron-core's layers here.
+#: Families whose language model is built from megatron-core's layers here.
 TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megatron_core)
 
 #: The remedy for a model that transformers lacks.
@@ -37,12 +30,9 @@ class TransformersClasses(NamedTuple):
 
 
 def transformers_classes(family: str) -> TransformersClasses:
-    """The classes of a family (imported here: transformers takes seconds).
-
-    Raises:
-        UnsupportedVersionError: the installed transformers is older than the family.
-    """
-    import transformers
+    """Look up the classes of a family. Raises UnsupportedVersionError if the installed transformers
+    is older than the family."""
+    import transformers  # takes seconds
 
     name, since = FAMILIES[family].transformers_name, FAMILIES[family].since
     if since:
@@ -69,36 +59,33 @@ def tiny_config(
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a weight belongs to, by its name: vision, projector (the tower's
-    mergers) or language."""
+    """Return the part of a model that a weight belongs to, by its name: vision, projector (the
+    tower's mergers) or language."""
     name = name.removeprefix("model.")
-    if name.startswith(
-        (
-            "visual.merger.",
-            "visual.deepstack_merger_list.",
-            "multi_modal_projector",
-            "visual.multi_modal_projector",
-            "embed_vision.",
-        )
-    ):
+    projectors = "merger.", "deepstack_merger_list.", "multi_modal_projector", "embed_vision."
+    if name.removeprefix("visual.").startswith(projectors):
         return "projector"
     return "vision" if name.startswith(("visual.", "vision_tower.")) else "language"
 
 
-class ModelConfig(BaseModel):
-    """Model section of a training config."""
+class Section(BaseModel):
+    """Section of a training configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    #: one that is built of megatron-core's layers here
+
+class ModelConfig(Section):
+    """Model section of a training configuration."""
+
+    #: a family that is built from megatron-core's layers here
     family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
     #: a Hugging Face folder (safetensors); without it random weights
     checkpoint: Path | None = None
-    #: sizes of a random model where `text` and `vision` give none
+    #: sizes of a random model that `text` and `vision` do not give
     preset: Literal["tiny"] = "tiny"
     #: of a random model: other fields of transformers' text config
     text: dict[str, Any] = {}
-    #: and of its vision config
+    #: of a random model: other fields of transformers' vision config
     vision: dict[str, Any] = {}
     #: of a random model: one matrix for both embeddings; without it as in the preset
     tie_word_embeddings: bool | None = None
@@ -120,7 +107,7 @@ class ModelConfig(BaseModel):
         if family not in TRAINED:
             has_model = FAMILIES[family].transformers_name is not None
             remedy = "use python -m launch.train_transformers" if has_model else ELSEWHERE
-            raise ValueError(f"{family} is not built of megatron-core's layers here; {remedy}")
+            raise ValueError(f"{family} is not built from megatron-core's layers here; {remedy}")
         return family
 
     @model_validator(mode="after")
@@ -136,7 +123,7 @@ class ModelConfig(BaseModel):
         return self
 
     def resolve_dtype(self, device: "torch.device") -> "torch.dtype":
-        """The dtype of the weights on this device."""
+        """Return the dtype of the weights on a device."""
         import torch
 
         if self.dtype == "auto":
@@ -144,12 +131,8 @@ class ModelConfig(BaseModel):
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
     def build_transformers_config(self) -> Any:
-        """Make transformers' config of this model.
-
-        Raises:
-            ValueError: the checkpoint is of another family, or a field of `text` or `vision` is
-                not one of transformers'.
-        """
+        """Make transformers' config of this model. Raises ValueError if the checkpoint is of
+        another family, or a field of `text` or `vision` is not one of transformers'."""
         if self.checkpoint is None:
             return self.random_config()
         found = require_family(str(self.checkpoint))
@@ -181,25 +164,23 @@ class ModelConfig(BaseModel):
         return tiny_config(self.family, self.text, vision, **whole, **(token_ids or {}))
 
 
-class LoraOptions(BaseModel):
+class LoraOptions(Section):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685), through peft."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Count = 16
     #: adapters are scaled by alpha / rank
     alpha: Count = 32
     #: above a half, adapters would miss most of their input
     dropout: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=0.5)] = 0.0
-    #: matrices of the language model that get one, by the last part of their names, such as q_proj;
-    #: without it all
+    #: matrices of the language model that get adapters, by the last part of their names, such as
+    #: q_proj; without it all
     targets: tuple[str, ...] = ()
 
 
 class TransformersModelConfig(ModelConfig):
     """Model section of `launch.train_transformers`: any family that transformers has."""
 
-    #: one that transformers has
+    #: a family that transformers has
     family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
     #: auto: on CUDA in 16 bits flash_attention_2, or torch_varlen where flash-attn is missing; else
     #: sdpa
@@ -212,7 +193,7 @@ class TransformersModelConfig(ModelConfig):
         "flex_attention",
         "eager",
     ] = "auto"  # type: ignore[assignment]
-    #: train adapters of this kind, and nothing else
+    #: train these adapters, and nothing else
     lora: LoraOptions | None = None
     #: shard the weights over the ranks (FSDP2), for models that one device does not hold
     fsdp: bool = False

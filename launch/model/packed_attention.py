@@ -1,6 +1,6 @@
-"""Attention inside the segments of a packed row, with the best kernel available: of megatron-core's
-layers (`megatron.attention`); through transformers' registry of vision towers, of language models,
-and of language models on rows with prefix trees.
+"""Attention inside the segments of a packed row, with the best kernel available: for
+megatron-core's layers (`megatron.attention`); and, through transformers' registry, for vision
+towers, for language models, and for language models on rows with prefix trees.
 
 flash_attn_3  flash_attn_interface's flash_attn_varlen_func, on Hopper, where importable
 flash_attn    flash-attn's, where importable
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from launch.model.prefix_trees import RowTrees
 
-#: cu_seqlens of queries and of keys, and the longest of each, as flash attention takes them.
+#: cu_seqlens of queries and keys, and the longest segment of each, as flash attention takes them.
 Lengths = tuple[Tensor, Tensor, int, int]
-#: Earlier and later tokens of its segment that a token sees, besides itself; -1: all.
+#: Numbers of earlier and of later tokens of its segment that a token sees; -1: all.
 Window = tuple[int, int]
 CAUSAL: Final[Window] = (-1, 0)
 #: Major compute capability of the GPUs that flash attention 3 is written for.
@@ -44,7 +44,7 @@ def _flash_attn(
     varlen = importlib.import_module(package).flash_attn_varlen_func
     options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
     out = varlen(query, key, value, *lengths, **options)
-    return out[0] if isinstance(out, tuple) else out  # early versions of 3 gave the sums, too
+    return out[0] if isinstance(out, tuple) else out  # early versions of 3 also gave the sums
 
 
 def _torch_varlen(
@@ -69,8 +69,8 @@ def _sdpa(
     window: Window,
     blocks: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`blocks`: numbers of the blocks of queries and of keys, -1: none. Tokens of a block see each
-    other, within the window's earlier side."""
+    """Call scaled_dot_product_attention on each segment. `blocks`: numbers of the blocks of queries
+    and of keys, -1: none. Tokens of a block see each other, within the window's earlier side."""
     gqa = query.shape[1] != key.shape[1]
     own, seen = (cu_seqlens.diff().tolist() for cu_seqlens in lengths[:2])
     # Slices would fill, and add up, a gradient of all keys for every segment.
@@ -94,7 +94,7 @@ def _sdpa(
 
 
 def _visible(num_queries: int, num_keys: int, window: Window, device: torch.device) -> Tensor:
-    """Whether queries, the last of the keys, see these: bool (num_queries, num_keys)."""
+    """Make the mask of queries that are the last of the keys: bool (num_queries, num_keys)."""
     everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     (earlier, later), first = window, num_keys - num_queries
     found = everything if later < 0 else everything.tril(first + later)
@@ -111,7 +111,7 @@ KERNELS: Final[Mapping[str, VarlenKernel]] = {
 
 @functools.cache
 def is_importable(package: str) -> bool:
-    """Whether a package is installed and can be imported here."""
+    """Tell whether a package is installed and can be imported."""
     try:  # finding it is not enough: a build for another torch is found, but fails here
         importlib.import_module(package)
     except ImportError:
@@ -120,8 +120,8 @@ def is_importable(package: str) -> bool:
 
 
 def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
-    """Choose the backend of attention for tensors of this kind. Raises ValueError where the
-    requested one is not installed, or cannot compute this kind."""
+    """Choose the backend of attention for tensors of a device and dtype. Raises ValueError if the
+    requested backend is not installed, or cannot compute them."""
     available = ["sdpa"]
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         available.insert(0, "torch_varlen")
@@ -143,7 +143,7 @@ def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
 PACKED_ATTENTION: Final = "packed_flash"
-#: Another, for language models on rows with prefix trees.
+#: Name in the registry for language models on rows with prefix trees.
 TREE_ATTENTION: Final = "prefix_trees"
 
 
@@ -162,13 +162,13 @@ def packed_attention(
     backend: str | None = None,
     **_: Any,  # transformers passes the key's lengths too, and its own bookkeeping
 ) -> tuple[torch.Tensor, None]:
-    """Attend inside segments, for transformers: of a tower these are images or windows.
+    """Attend inside segments, for transformers: a tower's segments are images or windows.
 
     Args:
         query: (1, H, T, D).
         key, value: (1, G, T, D).
-        is_causal: without it the module's.
-        backend: a name in KERNELS; without it the best for these tensors.
+        is_causal: default: the module's.
+        backend: a name in KERNELS; default: the best for these tensors.
 
     Returns:
         (1, T, H, D), and no attention weights.
@@ -184,9 +184,9 @@ def packed_attention(
 
 
 def _as_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Change (1, H, S, D) to (S, H, D), in the dtype of autocast, in which rotated queries and keys
-    are float32. Values narrower than keys (multi-head latent attention) are padded, as kernels take
-    one width; their own is returned, too."""
+    """Change (1, H, S, D) to (S, H, D), in the dtype of autocast: rotated queries and keys are
+    float32. Values narrower than keys (multi-head latent attention) are padded, as kernels take one
+    width. Returns the three tensors, and the width of the values."""
     device, width = query.device.type, value.shape[-1]
     if width < query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -208,17 +208,10 @@ def tree_attention(
     sliding_window: int | None = None,
     **_: Any,  # transformers' own bookkeeping
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function of a language model on rows with prefix trees: windows, and
-    images whose tokens see each other, are at places in a sample, not in the row.
-
-    Args:
-        query: (1, H, S, D).
-        key, value: (1, G, S, D).
-        row_trees: handed down by the model's forward.
-
-    Returns:
-        (1, S, H, D), and no attention weights.
-    """
+    """Attend to trunks and inside segments, for transformers' language models on rows with prefix
+    trees. Windows, and images whose tokens see each other, are at places in a sample, not in the
+    row. Takes and returns tensors as `packed_attention`; `row_trees` comes from the model's
+    forward."""
     query, key, value, width = _as_rows(query, key, value)
     kernel = KERNELS[select_backend(query.device, query.dtype)]
     trees, window = row_trees, CAUSAL

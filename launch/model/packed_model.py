@@ -1,5 +1,5 @@
-"""The protocol of a model that `launch` trains, and code of both models: token losses in chunks,
-and the files of a checkpoint."""
+"""The protocol of a model that `launch` trains, and code that both models share: token losses in
+chunks, and the files of a checkpoint."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ COMPANION_FILES: Final = (
 class PackedModel(Protocol):
     """A module that reads packed rows: `PackedMegatronModel`, or `PackedTransformersModel`."""
 
-    #: folder that the weights, and the tokenizer that belongs to them, came from
+    #: folder that the weights and their tokenizer came from
     checkpoint: Path | None
     cost: ModelCost
 
@@ -55,12 +55,12 @@ class PackedModel(Protocol):
         """Compute the losses of one packed row of S tokens, pixels as values.
 
         Args:
-            segments: of the row, see `prefix_trees.segment_params`.
+            segments: the row's segments, see `prefix_trees.segment_params`.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
 
         Returns:
-            With labels the loss of every token, (1, S) float32, 0 where ignored or another rank's;
-            without, the logits, (1, S, vocab_size).
+            With labels the loss of every token, (1, S) float32, 0 if ignored or another rank's;
+            without labels the logits, (1, S, vocab_size).
         """
 
     def layers(self) -> list[torch.nn.Module]:
@@ -78,24 +78,22 @@ def token_losses(
     head: torch.Tensor,
     losses_at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """(1, S) float32: the loss of every token, 0 where it is ignored.
+    """Compute the loss of every token in chunks: (1, S) float32, 0 for ignored labels.
 
     Args:
         labels: (S,) int64, shifted.
         head: the matrix of the head. Its gradients of all chunks add up in float32.
-        losses_at: the losses (n,) at positions (n,) of the row by a head; it is called on one chunk
-            of the labelled positions after another, and again in the backward pass.
+        losses_at: computes the losses (n,) at positions (n,) of the row by a head; called on one
+            chunk of the labelled positions after another, and again in the backward pass.
     """
     positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
+    chunks = positions.split(LOSS_CHUNK)  # a single empty chunk if nothing is labelled
     if len(chunks) == 1:
         losses = losses_at(positions, head)
     else:
-        recomputed = functools.partial(
-            checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
-        )
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         own_head = functools.partial(_HeadOfChunk.apply, head, len(chunks), [])
-        losses = torch.cat([recomputed(chunk, own_head()) for chunk in chunks])
+        losses = torch.cat([checkpoint(losses_at, one, own_head(), **options) for one in chunks])
     row = torch.zeros(1, len(labels), dtype=torch.float32, device=labels.device)
     return row.index_copy(1, positions, losses.float()[None])
 
@@ -143,8 +141,8 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
-    """Tokenizer, image processor and generation settings, if any: the folder `like`'s, or the
-    built-in ones."""
+    """Write tokenizer, image processor and generation settings, if any, to a folder: those of the
+    folder `like`, or the built-in ones."""
     if like is not None and like.is_dir():
         for name in COMPANION_FILES:
             if (like / name).is_file():

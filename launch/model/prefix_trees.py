@@ -5,11 +5,11 @@
     queries                 cu_seqlens_q   [0 4 6 9]
     keys                    cu_seqlens_kv  [0 4 10 17]      [a a a a|a a a a b b|a a a a c c c]
 
-All other layers see each token once, at the position that it has in its own sample; recurrent ones
-hand a trunk's state to its branches (`segments`). Attention
-gathers the keys of every segment and calls an ordinary kernel, causal and aligned at the end; the
-backward of gathering adds up the trunk's gradients. So each branch has the logits, the loss and the
-gradient of its sample alone.
+All other layers see each token once, at the position that it has in its own sample; recurrent
+layers hand a trunk's state to its branches (`segments`). Attention gathers the keys of every
+segment and calls an ordinary kernel, causal and aligned at the end; the backward of gathering adds
+up the trunk's gradients. So each branch has the logits, the loss and the gradient of its sample
+alone.
 """
 
 import dataclasses
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class RowTrees(PackedSeqParams):
-    """A row of S tokens whose segments attend to their trunk as well: `cu_seqlens_q` are those of
-    the layout, padding included; `cu_seqlens_kv` leave out a trunk's padding."""
+    """A row of S tokens whose segments attend to their trunk as well: `cu_seqlens_q` are the
+    layout's, padding included; `cu_seqlens_kv` leave out a trunk's padding."""
 
     #: (cu_seqlens_kv[-1],) places of the keys in the row
     keys: torch.Tensor = dataclasses.field(kw_only=True)
     #: the trunk of each segment, -1: none
     parents: list[int] = dataclasses.field(kw_only=True)
-    #: (S,) number of the image of each token, -1: none; where a model's images see themselves
+    #: (S,) number of the image of each token, -1: none; for models whose images see themselves
     blocks: torch.Tensor | None = None
 
     @contextmanager
     def gather_keys(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values (S, G, D) in the order of `cu_seqlens_kv`, for a kernel that is called
-        in this context. They are not kept for the backward pass, but gathered again: a trunk of
-        8,000 tokens with 100 branches would take 100 times its memory in every layer."""
+        """Gather keys and values (S, G, D) in the order of `cu_seqlens_kv`, for a kernel that is
+        called in this context. They are not kept for the backward pass, but gathered again: a trunk
+        of 8,000 tokens with 100 branches would take 100 times its memory in every layer."""
         gathered = key[self.keys], value[self.keys]
-        # Hooks hide those around them, such as torch's checkpoint has, which keeps nothing at all;
-        # torch has no public name for them.
+        # Hooks hide outer hooks, such as those of torch's checkpoint, which keeps nothing at all.
+        # Torch has no public name for them.
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             yield gathered
             return
@@ -60,80 +60,58 @@ class RowTrees(PackedSeqParams):
 
         def pack(saved: torch.Tensor) -> Any:
             source = sources.get(saved.untyped_storage().data_ptr())
-            return saved if source is None else (source, _View.of(saved, source[0].numel()))
+            if source is None:
+                return saved
+            shape, stride, first = saved.shape, saved.stride(), int(saved.storage_offset())
+            last = first + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            width = source[0].numel()
+            rows = slice(first // width, last // width + 1)  # those that the view touches
+            return source, rows, (shape, stride, first - rows.start * width)
 
         def unpack(kept: Any) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):
                 return kept
-            source, view = kept
-            return view.of_rows(source[self.keys[view.begin : view.end]])
+            source, rows, view = kept
+            return source[self.keys[rows]].as_strided(*view)
 
         with saved_tensors_hooks(pack, unpack):
             yield gathered
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _View:
-    """A view of the rows [begin, end) of a contiguous tensor of rows."""
-
-    begin: int
-    end: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, width: int) -> "_View":
-        """`width`: elements of a row."""
-        first, stride = int(tensor.storage_offset()), tensor.stride()
-        last = first + sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=True))
-        begin = first // width
-        return cls(begin, last // width + 1, tensor.shape, stride, first - begin * width)
-
-    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.as_strided(self.size, self.stride, self.offset)
-
-
 def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParams:
-    """The segments of a row; with prefix trees `RowTrees`.
-
-    Raises:
-        ValueError: a row with trees is to be cut over ranks, or its trunks do not stand before
-            their branches, or are branches themselves.
-    """
+    """Describe the segments of a row; with prefix trees as `RowTrees`. Raises ValueError if a row
+    with trees is to be cut over ranks, or its trunks are not before their branches, or are branches
+    themselves."""
     params = to_packed_seq_params(batch, cp_group, trees=True)
     return row_trees(params, batch.parents, batch.attn_mask) if batch.parents.numel() else params
+
+
+def layout_of(params: PackedSeqParams) -> torch.Tensor:
+    """Return the boundaries of the segments in their row, padding included."""
+    padded = params.cu_seqlens_q_padded
+    return params.cu_seqlens_q if padded is None else padded
 
 
 def as_trees(params: PackedSeqParams) -> RowTrees:
     """Return `params` as `RowTrees`, also of a row without trees."""
     if isinstance(params, RowTrees):
         return params
-    padded = params.cu_seqlens_q_padded
-    layout = params.cu_seqlens_q if padded is None else padded
-    return RowTrees(
-        qkv_format=params.qkv_format,
-        cu_seqlens_q=layout,
-        cu_seqlens_kv=layout,
-        max_seqlen_q=params.max_seqlen_q,
-        max_seqlen_kv=params.max_seqlen_kv,
-        keys=torch.arange(int(layout[-1]), device=layout.device),
-        parents=[-1] * (len(layout) - 1),
-    )
+    layout = layout_of(params)
+    no_parents = torch.full_like(layout[1:], -1)
+    return row_trees(params, no_parents, layout.new_zeros(int(layout[-1]), dtype=torch.bool))
 
 
 def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:
-    """The attention of a row with trees, see `segment_params`.
+    """Describe the attention of a row with trees, see `segment_params`.
 
     Args:
-        params: its P segments.
-        parents: (P,) the trunk of each segment, which stands before it; -1: none.
+        params: the row's P segments.
+        parents: (P,) the trunk of each segment, an earlier one; -1: none.
         attn_mask: (S,) True = padding.
     """
     if params.cp_group is not None and params.cp_group.size() > 1:
         raise ValueError("a row with prefix trees cannot be cut over context parallel ranks")
-    padded = params.cu_seqlens_q_padded
-    layout = (params.cu_seqlens_q if padded is None else padded).long()
+    layout = layout_of(params).long()
     parents = parents.flatten().long()
     numbers: list[int] = parents.tolist()
     check_parents(numbers, len(layout) - 1)
@@ -156,12 +134,12 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
 
 
 def ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """Starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
+    """Enumerate ranges: starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
     before = starts - (lengths.cumsum(0) - lengths)
     shifts = before.repeat_interleave(lengths, output_size=total)
     return shifts + torch.arange(total, device=starts.device)
 
 
 def boundaries_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Lengths [2, 3] -> [0, 2, 5], int32."""
+    """Add up lengths to boundaries: [2, 3] -> [0, 2, 5], int32."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -1,8 +1,8 @@
-"""Keep the samples of a packed row apart, where transformers would mix them.
+"""Changes to models of transformers that keep the samples of a packed row apart.
 
-Its attention is cut where text positions restart, as long as it is causal. Where an image's tokens
-see each other (Gemma 4's sliding layers), its mask takes the first sample's images for all
-samples'; here the masks of such a model are made of the same parts in another order.
+Attention of transformers is cut where text positions restart, as long as it is causal. If an
+image's tokens see each other (Gemma 4's sliding layers), the mask of transformers takes the first
+sample's images for all samples'; here such a mask is made of the same parts in another order.
 
 A gated delta net (the linear attention of Qwen3.5) is not cut: unless it is given the boundaries,
 and kernels of other packages that take them, its recurrent state and the window of its convolution
@@ -37,11 +37,12 @@ from launch.model.packed_attention import (
 from launch.model.prefix_trees import RowTrees
 from task_encoders.families import FAMILIES
 
-#: Layers that see other tokens through the attention mask alone.
+#: Kinds of layers that see other tokens through the attention mask alone.
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Widest heads that flash attention takes.
 _FLASH_WIDTH: Final = 256
-#: transformers' name of recurrent layers, the module in them, and the argument that cuts them.
+#: transformers' name of recurrent layers, the module in them, and the arguments with the lengths
+#: and the trunks of segments.
 _RECURRENT: Final = "linear_attention"
 _MODULE: Final = "linear_attn"
 _SEGMENTS: Final = "segment_lengths"
@@ -52,23 +53,23 @@ _TAKE_STATES: Final = ">=5.21,<5.25"
 
 def isolate_segments(model: nn.Module) -> int:
     """Make a model's recurrent layers begin every segment of a packed row with empty states, and
-    the tokens of an image see each other, where its config says so, within their segment.
+    let the tokens of an image see each other, if its config says so, within their segment.
 
-    Segments are those of `cu_seq_lens_q`, where it is given to the model, or begin where text
-    positions restart: the places at which transformers' attention is cut. Rows without boundaries
-    are computed as before. Gradients, too, equal those of the segments alone, also with activations
+    Segments are those of `cu_seq_lens_q`, if the model is given it, or begin where text positions
+    restart: the places at which transformers' attention is cut. Rows without boundaries are
+    computed as before. Gradients equal those of the segments alone as well, also with activations
     computed again.
 
     Args:
-        model: of transformers, whole; changed in place. A second call changes nothing.
+        model: a whole model of transformers; changed in place. A second call changes nothing.
 
     Returns:
         The number of recurrent layers.
 
     Raises:
         ValueError: the model has layers that carry state in a way not known here, or its attention
-            runs on a kernel that cannot compute it. Its forward raises it for packed rows with a
-            cache, or several in a batch.
+            runs on a kernel that cannot compute it. The model's forward raises it for packed rows
+            with a cache, or several in a batch.
     """
     check_attention(model.config, getattr(model.config, "_attn_implementation", None) or "")
     for module in model.modules():
@@ -104,17 +105,16 @@ def isolate_segments(model: nn.Module) -> int:
 
 
 def check_attention(config: Any, attention: str) -> None:
-    """Raise ValueError where a kernel of transformers cannot compute a model's attention."""
+    """Raise ValueError if a kernel of transformers cannot compute a model's attention."""
     is_flash = attention.startswith(("flash_attention", "torch_varlen"))
-    reason = why_no_flash(config) if is_flash else ""
-    if reason:
+    if is_flash and (reason := why_no_flash(config)):
         raise ValueError(f"attention {attention!r} {reason}; set sdpa, flex_attention or eager")
 
 
 def check_positions(config: Any, seq_length: int, *, trees: bool = False) -> None:
-    """Raise ValueError where a long sample would change the angles of others: of all in its row, as
-    transformers computes 'dynamic' ones for the largest position of a row; with `trees`, of all
-    that share its prefix, whatever computes them."""
+    """Raise ValueError if a long sample would change the angles of others: of all in its row, as
+    transformers computes 'dynamic' angles for the largest position of a row; with `trees`, of all
+    samples that share its prefix, whatever computes them."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "dynamic" and seq_length > text.max_position_embeddings:
@@ -128,7 +128,7 @@ def check_positions(config: Any, seq_length: int, *, trees: bool = False) -> Non
 
 
 def why_no_flash(config: Any) -> str:
-    """The reason why flash attention cannot compute a model's attention; empty if it can."""
+    """Name the reason why flash attention cannot compute a model's attention; empty if it can."""
     if _shows_images(config):
         return "has no mask in which an image's tokens see each other"
     text = config.get_text_config()
@@ -141,7 +141,7 @@ def why_no_flash(config: Any) -> str:
 
 
 def _shows_images(config: Any) -> bool:
-    """Whether the tokens of an image see each other in a model's sliding layers."""
+    """Tell whether the tokens of an image see each other in a model's sliding layers."""
     text = config.get_text_config()
     return getattr(text, "use_bidirectional_attention", None) == "vision"
 
@@ -149,12 +149,12 @@ def _shows_images(config: Any) -> bool:
 def _hand_down_masks(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments; of a packed row, with the masks of its layers.
+    """Add the masks of a model's layers to its arguments, for a packed row.
 
-    transformers looks up the blocks of an image at positions within segments, as if all began
-    where the row does; here segments are one more condition, on places in the row. Images see
-    themselves in sliding layers, within the window, as in its `generate` and in google/gemma; its
-    forward of Gemma 4 12B (5.23) shows them in all layers, and beyond the window
+    transformers looks up the blocks of an image at positions within segments, as if every segment
+    began with the row; here segments are one more condition, on places in the row. Images see
+    themselves in sliding layers, within the window, as in transformers' `generate` and in
+    google/gemma; its forward of Gemma 4 12B (5.23) shows them in all layers, and beyond the window
     (https://github.com/huggingface/transformers/issues/46711).
     """
     from transformers import masking_utils as masks
@@ -189,14 +189,14 @@ def _hand_down_masks(
 
 
 def _image_blocks(config: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The number of the image that a token belongs to: [. i i . i] -> [-1 0 0 -1 1]."""
+    """Number the images that tokens belong to: [. i i . i] -> [-1 0 0 -1 1]."""
     is_image = (tokens == config.image_token_id) | (tokens == config.video_token_id)
     begins = is_image & ~nn.functional.pad(is_image, (1, -1))
     return torch.where(is_image, begins.cumsum(-1) - 1, -1)
 
 
 def with_image_blocks(trees: RowTrees, config: Any, tokens: torch.Tensor) -> RowTrees:
-    """The row (1, S) with its images, for a model in which their tokens see each other."""
+    """Add the images of a row (1, S) to it, for a model in which their tokens see each other."""
     if not _shows_images(config):
         return trees
     return dataclasses.replace(trees, blocks=_image_blocks(config, tokens)[0])
@@ -205,8 +205,8 @@ def with_image_blocks(trees: RowTrees, config: Any, tokens: torch.Tensor) -> Row
 def _hand_down_segments(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A decoder's arguments, which it hands down to its layers, with the segments' lengths, and the
-    trunk of each. Raises ValueError for a trunk with padding, which would change its state."""
+    """Add the segments' lengths, and the trunk of each, to a decoder's arguments, which it passes
+    on to its layers. Raises ValueError for a trunk with padding, which would change its state."""
     trees: RowTrees | None = kwargs.get("row_trees")
     if trees is None:
         return args, {**kwargs, _SEGMENTS: _segment_lengths(kwargs)}
@@ -218,7 +218,7 @@ def _hand_down_segments(
 
 
 def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
-    """Boundaries of a row's segments, if there are any."""
+    """Find the lengths of a row's segments, if it has boundaries."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     boundaries = kwargs.get("cu_seq_lens_q")
@@ -226,7 +226,7 @@ def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
         return list(boundaries.diff().tolist())
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None:
-        return None  # transformers looks for no boundaries either
+        return None  # transformers does not look for boundaries either
     if positions.ndim == 3:
         if len(positions) != 4:
             return None  # rows of M-RoPE alone, which jump at images
@@ -248,7 +248,7 @@ def _by_segment(
     segment_trunks: Sequence[int] = (),
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A recurrent layer's forward of each segment, (1, S, H) in all."""
+    """Call a recurrent layer's forward on each segment, (1, S, H) in all."""
     from transformers import Cache
 
     if segment_lengths is None:
@@ -256,7 +256,7 @@ def _by_segment(
     # By its type: transformers 5.24 calls it `cache`, and earlier versions `cache_params`.
     if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
         raise ValueError("a packed row cannot be cached; set use_cache=False")
-    for name in ("cu_seq_lens_q", "seq_idx", "row_trees"):  # they describe the row, not a segment
+    for name in ("cu_seq_lens_q", "seq_idx", "row_trees"):  # of the row, not of a segment
         kwargs.pop(name, None)
     parts = hidden_states.split(segment_lengths, dim=1)
     if max(segment_trunks, default=-1) < 0:
@@ -274,14 +274,14 @@ def _by_segment(
 
 
 class _States:
-    """State of one recurrent layer after a segment, with the methods of transformers' cache: the
-    last inputs of its convolution, and the state of its delta rule. Gradients flow through both."""
+    """State of a recurrent layer after a segment, with the methods of transformers' cache: the last
+    inputs of its convolution, and the state of its delta rule. Gradients flow through both."""
 
     def __init__(self, conv: Any = None, recurrent: Any = None) -> None:
         self._conv, self._recurrent = conv, recurrent
 
     def copy(self) -> "_States":
-        """Return the states for a branch, whose own are not the trunk's."""
+        """Copy the states for a branch, which changes its own and not the trunk's."""
         return _States(self._conv, self._recurrent)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -291,13 +291,12 @@ class _States:
         return self._recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Otherwise a branch of one token would change its trunk's state in place."""
-        return True
+        return True  # otherwise a branch of one token would change its trunk's state in place
 
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, conv_kernel_size: int
     ) -> torch.Tensor:
-        """Return the inputs (1, D, T) with those before them, whose outputs the layer drops."""
+        """Return the inputs (1, D, T) after those of the states, whose outputs the layer drops."""
         whole = inputs if self._conv is None else torch.cat([self._conv, inputs], dim=-1)
         self._conv = whole[..., 1 - conv_kernel_size :]
         return whole
@@ -377,7 +376,7 @@ def _in_two_calls(
 
 
 def check_layers(config: Any) -> None:
-    """Raise ValueError where a model of transformers, by its config, has layers that are not
+    """Raise ValueError if a model of transformers, by its config, has layers that are not
     attention, so that samples cannot share a prefix in it."""
     from packaging.specifiers import SpecifierSet
 
@@ -399,15 +398,15 @@ def check_layers(config: Any) -> None:
 
 
 def use_varlen_attention(model: Any) -> None:
-    """Give the language model of one of transformers torch's varlen attention, and its tower too,
-    if that takes whole rows: others have pictures of one size, or masks."""
+    """Give a model of transformers torch's varlen attention in its language model, and in its tower
+    if it takes whole rows: other towers have pictures of one size, or masks."""
     parts = ("text_config", "vision_config")[: 1 + hasattr(model.model, "visual")]
     model.set_attn_implementation(dict.fromkeys(parts, register_attention("torch_varlen")))
 
 
 def use_tree_attention(model: Any) -> None:
-    """Give the language model of one of transformers, or in peft's around it, `tree_attention`.
-    Raises ValueError as `check_layers`, and where the model is not a class of transformers: its
+    """Give the language model of a model of transformers, or of peft's around it, `tree_attention`.
+    Raises ValueError as `check_layers`, and if the model is not a class of transformers: its
     attention might not be exchanged, and would see the whole row."""
     from transformers import AttentionInterface
 

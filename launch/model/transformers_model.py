@@ -5,8 +5,8 @@ Weights are kept in float32 and computed with in `model.dtype`, by autocast: bfl
 are kept in `model.dtype`.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import replace_folder, token_losses, write_companions
-from launch.model.prefix_trees import RowTrees, as_trees
+from launch.model.prefix_trees import RowTrees, as_trees, layout_of
 from launch.model.segments import (
     check_attention,
     has_tree_attention,
@@ -40,8 +40,8 @@ class PackedTransformersModel(nn.Module):
     """A `PackedModel` around one of transformers. Made by `build_transformers_model`.
 
     Args:
-        model: of transformers, or of peft around one.
-        dtype: in which it computes.
+        model: transformers' model, or peft's around one.
+        dtype: the dtype in which it computes.
         checkpoint: folder that its weights and its tokenizer came from.
     """
 
@@ -57,7 +57,7 @@ class PackedTransformersModel(nn.Module):
 
     @property
     def whole(self) -> Any:
-        """transformers' model, adapters in it."""
+        """transformers' model, with its adapters."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
@@ -88,19 +88,17 @@ class PackedTransformersModel(nn.Module):
         return losses
 
     def _segments(self, row: PackedBatch, params: PackedSeqParams) -> dict[str, Any]:
-        """Arguments that keep the samples of a row apart. Raises ValueError for a row with prefix
-        trees, if the model was not given their attention."""
+        """Make the arguments that keep the samples of a row apart. Raises ValueError for a row with
+        prefix trees, if the model was not given their attention."""
         if not has_tree_attention(self.hf_config):
             if isinstance(params, RowTrees):
                 raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
-            padded = params.cu_seqlens_q_padded
-            layout = params.cu_seqlens_q if padded is None else padded
-            return segment_kwargs(row.position_ids, layout)
+            return segment_kwargs(row.position_ids, layout_of(params))
         trees = with_image_blocks(as_trees(params), self.hf_config, row.tokens)
         return {**segment_kwargs(row.position_ids, None), "row_trees": trees}
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """The head's logits, within a limit where the model has one (Gemma's)."""
+        """Compute the head's logits, within the model's limit if it has one (Gemma's)."""
         logits: torch.Tensor = functional_call(self.whole.lm_head, {"weight": head}, hidden)
         limit = getattr(self.hf_config.get_text_config(), "final_logit_softcapping", None)
         return logits if limit is None else torch.tanh(logits / limit) * limit
@@ -123,8 +121,8 @@ class PackedTransformersModel(nn.Module):
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the
-        weights, and the adapters beside it in `lora/`. A collective; the model is not to be used
-        afterwards."""
+        weights, and the adapters themselves to `lora/` next to it. A collective. Afterwards the
+        model must not be used."""
         model = self.model
         if isinstance(self, FSDPModule) and self.make is not None:
             in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -158,37 +156,18 @@ def build_transformers_model(
     trees: bool = False,
     **packs: Any,
 ) -> PackedTransformersModel:
-    """The whole model, the same on all ranks.
+    """Build the whole model, the same on all ranks. Raises ValueError if the checkpoint or the
+    sizes cannot be used, or the model cannot be trained on packs (see `isolate_segments`).
 
     Args:
         config: the model to build.
-        device: for its weights.
-        seed: of random weights, including adapters'.
+        device: the device of its weights.
+        seed: the seed of random weights, including adapters'.
         tokenizer: folder whose tokenizer the packs were measured with, for a random model.
         trees: rows have prefix trees.
         packs: see `ModelConfig.random_config`.
-
-    Raises:
-        ValueError: the checkpoint or the sizes cannot be used, or the model cannot be trained on
-            packs (see `isolate_segments`).
     """
-    dtype = config.resolve_dtype(device)
-    make = partial(make_model, config, device, dtype, seed, trees, packs)
-    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer)
-    model.make = make
-    return model if config.fsdp else model.to(device)  # layer by layer, when they are sharded
-
-
-def make_model(
-    config: TransformersModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    trees: bool,
-    packs: Mapping[str, Any],
-) -> Any:
-    """Build transformers' model on the CPU, or peft's around it."""
-    is_random = config.checkpoint is None
+    dtype, is_random = config.resolve_dtype(device), config.checkpoint is None
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
     attention: str = config.attention
     if attention == "auto":  # the fastest kernel that can compute the model's attention
@@ -203,30 +182,38 @@ def make_model(
         "dtype": torch.float32 if config.lora is None or config.fsdp else dtype,
         "attn_implementation": "sdpa" if is_varlen else attention,
     }
-    torch.manual_seed(seed)
-    if is_random:
-        model = transformers_classes(config.family).model._from_config(sizes, **options)
-    else:
-        from transformers import AutoModelForImageTextToText
 
-        model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
-    isolate_segments(model)
-    if is_varlen:
-        use_varlen_attention(model)
-    if trees:
-        use_tree_attention(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part_of(name) not in config.freeze)
-    if config.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.lora is None:
-        return model
-    torch.manual_seed(seed)
-    return _with_lora(model, config.lora)
+    def make() -> Any:
+        """Build transformers' model on the CPU, or peft's around it."""
+        torch.manual_seed(seed)
+        if is_random:
+            own = copy.deepcopy(sizes)  # which transformers changes
+            model = transformers_classes(config.family).model._from_config(own, **options)
+        else:
+            from transformers import AutoModelForImageTextToText
+
+            model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
+        isolate_segments(model)
+        if is_varlen:
+            use_varlen_attention(model)
+        if trees:
+            use_tree_attention(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part_of(name) not in config.freeze)
+        if config.recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.lora is None:
+            return model
+        torch.manual_seed(seed)
+        return _with_lora(model, config.lora)
+
+    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer)
+    model.make = make
+    return model if config.fsdp else model.to(device)  # sharding moves it layer by layer
 
 
 def _with_lora(model: Any, options: LoraOptions) -> Any:
-    """peft's model: the language model's matrices get adapters, and nothing else is trained."""
+    """Give the language model's matrices adapters, and train nothing else. Returns peft's model."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

@@ -33,8 +33,8 @@ from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 
-#: Forms of images that its collator hands on (not Mistral 3's, with sizes) and whose masks
-#: it makes (not Gemma 4's, in which images see all of themselves).
+#: Forms of images that its collator passes on (not Mistral 3's, with sizes) and whose masks
+#: it makes (not Gemma 4's, in which the tokens of an image see each other).
 _LAYOUTS = ("patches", "squares", "tiles")
 
 
@@ -56,7 +56,7 @@ class AutoModelPacks(PacksAsItems):
         # every token with another one after it in its sample
         kept = torch.zeros_like(real)
         kept[:-1] = real[:-1] & real[1:] & (sample[:-1] == sample[1:])
-        # segments of nothing but padding are gone
+        # segments that are only padding have no number
         _, number, counts = sample[kept].unique_consecutive(return_inverse=True, return_counts=True)
         positions = batch.position_ids[:, 0, kept]
         return {
@@ -76,14 +76,14 @@ class AutoModelPacks(PacksAsItems):
 @dataclass
 class PacksConfig:
     """A recipe's `dataset` section. `path`: a folder of packs, or a metadataset YAML; `processor`:
-    where it is not in the model's folder."""
+    its folder, if not the model's."""
 
     path: str
     split: str = "train"
     processor: str | None = None
 
     def build(self) -> AutoModelPacks:
-        """Raises as `open_as_measured`."""
+        """Open the packs. Raises as `open_as_measured`."""
         return AutoModelPacks(
             *open_as_measured(self.path, "AutoModel", split=self.split, processor=self.processor)
         )
@@ -98,13 +98,10 @@ _automodels_own = VlmDataloaderConfig.build
 
 
 def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
-    """AutoModel's loader over packs; anything else goes AutoModel's way.
-
-    Raises:
-        ValueError: the recipe has options that packs do not support, or the recurrent layers of its
-            model would get no boundaries: AutoModel gives them to its own model alone, and that
-            drops them without both packages of kernels.
-    """
+    """Build AutoModel's loader over packs; other data are left to AutoModel. Raises ValueError if
+    the recipe has options that packs do not support, or the recurrent layers of its model would get
+    no boundaries: AutoModel gives boundaries to its own model alone, which drops them without both
+    packages of kernels."""
     packs, packing = config.dataset_config, config.packing
     if not isinstance(packs, PacksConfig):
         return _automodels_own(config, **options)

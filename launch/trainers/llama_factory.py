@@ -1,17 +1,17 @@
-"""Packs in LLaMA-Factory, in place of its `neat_packing`; docs/integrations.md has a whole recipe:
+"""Packs in LLaMA-Factory, in place of its `neat_packing`; docs/integrations.md has a whole recipe.
 
     OFFLINE_PACKED_DATA=1 DISABLE_VERSION_CHECK=1 torchrun --nproc-per-node 8 \\
         -m launch.trainers.llama_factory train.yaml
 
-- Data: `dataset: out/packed`, and `eval_dataset: out/packed` for its val split; any other dataset
-  goes LLaMA-Factory's way. Nothing is tokenized or packed at the start.
+- Data: `dataset: out/packed`, and `eval_dataset: out/packed` for its val split; other datasets are
+  left to LLaMA-Factory. Nothing is tokenized or packed at the start.
 - Order, boundaries: those of `TrainsPacks`.
 - Loss: divided by the labels of a whole step, where LLaMA-Factory gives every micro batch of a
   model with images equal weight.
 - Options: `cutoff_len`, the limits of pixels and the text of the template have no effect, as packs
   keep what they were measured with.
 - Versions: LLaMA-Factory 0.9.5 refuses transformers above 5.6 unless told not to check; packs need
-  newer ones.
+  a newer version.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from launch.trainers.transformers_trainer import TrainsPacks
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.storage.paths import path_of
 
-#: Options that choose, cut or encode samples, which is done; by the arguments that they belong to.
+#: Options that choose, cut or encode samples, which packing has done; by group of arguments.
 _DONE_BEFORE = {
     "data": (
         *("packing", "neat_packing", "streaming", "max_samples", "val_size", "tokenized_path"),
@@ -40,7 +40,7 @@ _DONE_BEFORE = {
 
 
 class PackedSeq2SeqTrainer(TrainsPacks, CustomSeq2SeqTrainer):
-    """LLaMA-Factory's trainer on packs. The loss is divided by the labels of a whole step, where
+    """LLaMA-Factory's trainer on packs. The loss is divided by the labels of a whole step;
     LLaMA-Factory gives every micro batch of a model with images equal weight."""
 
     def __init__(self, *, data_collator: Any = None, **kwargs: Any) -> None:
@@ -49,18 +49,16 @@ class PackedSeq2SeqTrainer(TrainsPacks, CustomSeq2SeqTrainer):
 
 
 def is_packed(name: str) -> bool:
-    """Whether a dataset's name is a folder of packs, or a metadataset YAML that blends several."""
+    """Tell whether a dataset's name is a folder of packs, or a metadataset YAML that blends
+    several."""
     path = path_of(name)
     return (path / ".nv-meta").is_dir() or (path.suffix in (".yaml", ".yml") and path.is_file())
 
 
 def prepare(model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any) -> None:
-    """Set options that packs need; check the others.
-
-    Raises:
-        ValueError: packs are mixed with other datasets, would not be trained on, or would be
-            changed by an option; or weights are trained in 16 bits.
-    """
+    """Set options that packs need, and check the others. Raises ValueError if packs are mixed with
+    other datasets, would not be trained on, or would be changed by an option; or weights are
+    trained in 16 bits."""
     datasets = [*(data_args.dataset or []), *(data_args.eval_dataset or [])]
     path = next(filter(is_packed, datasets))
     if len(data_args.dataset or []) != 1 or len(data_args.eval_dataset or []) > 1:
@@ -86,7 +84,7 @@ def prepare(model_args: Any, data_args: Any, training_args: Any, finetuning_args
 
 
 def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **options: Any) -> Any:
-    """LLaMA-Factory's datasets, or packs. Raises as `open_as_measured`."""
+    """Open LLaMA-Factory's datasets, or packs. Raises as `open_as_measured`."""
     if not is_packed((data_args.dataset or [""])[0]):
         return _llama_factorys_dataset(template, model_args, data_args, *args, **options)
     given = {"train": data_args.dataset, "val": data_args.eval_dataset}
@@ -107,7 +105,7 @@ def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **op
 
 
 def make_trainer(*, train_dataset: Any = None, **options: Any) -> CustomSeq2SeqTrainer:
-    """LLaMA-Factory's trainer, or the one on packs."""
+    """Make LLaMA-Factory's trainer, or the trainer on packs."""
     on_packs = isinstance(train_dataset, PackedFolder)
     kind: Callable[..., Any] = PackedSeq2SeqTrainer if on_packs else CustomSeq2SeqTrainer
     return kind(train_dataset=train_dataset, **options)
@@ -116,7 +114,7 @@ def make_trainer(*, train_dataset: Any = None, **options: Any) -> CustomSeq2SeqT
 def run_sft(
     model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, *args: Any
 ) -> None:
-    """LLaMA-Factory's stage `sft`, which may be on packs. Raises as `prepare`."""
+    """Run LLaMA-Factory's stage `sft`, which may be on packs. Raises as `prepare`."""
     if any(map(is_packed, [*(data_args.dataset or []), *(data_args.eval_dataset or [])])):
         prepare(model_args, data_args, training_args, finetuning_args)
     _llama_factorys_stage(model_args, data_args, training_args, finetuning_args, *args)

@@ -3,8 +3,8 @@
     OFFLINE_PACKED_DATA=1 torchrun --nproc-per-node 8 -m launch.trainers.megatron_bridge \\
         qwen25_vl_7b_sft_config out/packed checkpoint.pretrained_checkpoint=FOLDER
 
-In a script of your own: `finetune(on_packs(recipe(), "out/packed"), vlm_step.forward_step)`, for
-all of them: Bridge's `qwen3_vl_step` refuses packs.
+In your own script: `finetune(on_packs(recipe(), "out/packed"), vlm_step.forward_step)`, for all
+recipes: Bridge's `qwen3_vl_step` refuses packs.
 
 - Data: a `DatasetProvider` in place of the recipe's; every rank reads for itself.
 - Order: as written; Bridge's checkpoints keep the place. `train.global_batch_size` counts packs.
@@ -54,7 +54,7 @@ from task_encoders.model_inputs import (
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.samples import IGNORE_INDEX
 
-#: Family of a provider's packs, or another of the same lengths: positions are the model's.
+#: Family of a provider's packs. Packs of another family with the same lengths get its positions.
 _FAMILIES: Final[Mapping[type, str]] = {
     Qwen25VLModelProvider: QWEN2_5_VL.name,
     Qwen3VLModelProvider: QWEN3_VL.name,
@@ -67,15 +67,15 @@ _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqle
 
 @dataclass
 class VisualBytes(GenericVisualInputs):
-    """Pixels as bytes. Bridge's step asks for the model's arguments once they are on the GPU, and
-    on the pipeline stages that take them."""
+    """Pixels as bytes, which become values when Bridge's step asks for the model's arguments: on
+    the GPU, and on the pipeline stages that take them."""
 
     #: (T, C, 256), the values of a batch's bytes for each frame that a picture stands for; C = 0:
     #: pixels are values already
     tables: torch.Tensor | None = None
 
     def normalized_for_model(self) -> dict[str, torch.Tensor]:
-        """Bridge's hook: pixels become values."""
+        """Return the model's arguments, pixels as values. Bridge's hook."""
         given: dict[str, torch.Tensor] = super().normalized_for_model()
         tables = given.pop("tables")
         for name, repeats in (("pixel_values", len(tables)), ("pixel_values_videos", 1)):
@@ -85,13 +85,14 @@ class VisualBytes(GenericVisualInputs):
 
 
 def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
-    """A row as Bridge's own collator packs the same samples, with M-RoPE's positions.
+    """Convert a row to the form in which Bridge's own collator packs the same samples, with
+    M-RoPE's positions.
 
     Returns:
         tokens, labels (shifted) and loss_mask (1, S), position_ids (3, 1, S), the boundaries
         (P + 1,) int32, boundaries of padded samples only if there is padding, max_seqlen_q/kv ()
-        int32 on the host. Bridge's collator gives positions that count tokens, (1, S), of which its
-        models make M-RoPE's on the GPU, each step.
+        int32 on the host. Bridge's collator gives positions that count tokens, (1, S), from which
+        its models make M-RoPE's on the GPU, each step.
     """
     videos = batch.pixel_values_videos, batch.video_grid_thw
     labels = shift_labels(batch.labels)
@@ -115,8 +116,8 @@ def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
 
 
 def take_positions(chunks: list[Any]) -> list[Any]:
-    """Make Bridge's Qwen2.5-VL take the positions that it is given. It would ask transformers for
-    others, which counts the time of a video in whole seconds per step. A hook of its provider."""
+    """Make Bridge's Qwen2.5-VL take the positions that it is given. It would ask transformers,
+    which counts the time of a video in whole seconds per step. A hook of its provider."""
 
     def take(model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         params = kwargs["packed_seq_params"]
@@ -138,7 +139,7 @@ class VLMIterator(DataIterator):
         return to_vlm_batch(super().__next__())
 
     def restore_state(self, state: Any) -> None:
-        """Go on where a state was saved. Only before the first row."""
+        """Continue where a state was saved. Only before the first row."""
         self._loader.restore_state_rank(state)
 
 
@@ -150,7 +151,7 @@ def build_iterators(
 
     Args:
         model: Bridge's model provider.
-        padding: of the task encoder.
+        padding: options of the task encoder.
 
     Raises:
         PackingSettingsError: the environment or the parallel sizes contradict the packs.
@@ -196,7 +197,8 @@ class PacksConfig(DatasetProvider):
     pad_to_max_length: bool = False
 
     def finalize(self) -> None:
-        """Bridge's hook, after overrides. Raises ValueError where they contradict the packs."""
+        """Check the recipe after overrides. Bridge's hook. Raises ValueError if they contradict the
+        packs."""
         super().finalize()
         for name, (value, reason) in _needed(self.recipe).items():
             found = attrgetter(name)(self.recipe)
@@ -204,7 +206,7 @@ class PacksConfig(DatasetProvider):
                 raise ValueError(f"{name} is {found}; set {value}: {reason}")
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, None]:
-        """Bridge's hook."""
+        """Build the iterators over packs. Bridge's hook."""
         model = self.recipe.model
         pad_multiple = required_pad_multiple(
             context_parallel=model.context_parallel_size,
@@ -223,7 +225,7 @@ class PacksConfig(DatasetProvider):
 
 
 def _needed(recipe: Any) -> dict[str, tuple[Any, str]]:
-    """Fields of a recipe that packs need: by name, the value and the reason."""
+    """List the fields of a recipe that packs need: by name, the value and the reason."""
     data = read_packed_data(recipe.dataset.path)
     full, unequal = "a pack is a full row", "rows differ in their number of labels"
     needed: dict[str, tuple[Any, str]] = {
@@ -241,7 +243,7 @@ def _needed(recipe: Any) -> dict[str, tuple[Any, str]]:
 
 
 def on_packs(recipe: Any, path: str | Path) -> Any:
-    """One of Bridge's recipes (a ConfigContainer), changed for packs. Overrides follow."""
+    """Change one of Bridge's recipes (a ConfigContainer) for packs. Overrides may follow."""
     recipe.dataset = PacksConfig(path=str(path))
     recipe.dataset.recipe = recipe  # not a field: Bridge writes those to its checkpoints
     for name, (value, _) in _needed(recipe).items():

@@ -51,23 +51,23 @@ class DataIterator:
         return next(self._rows)
 
     def save_state(self) -> Any:
-        """Energon's, which only `restore` reads: torch.load refuses its classes."""
+        """Return Energon's state, which only `restore` reads: torch.load refuses its classes."""
         return self._loader.save_state_rank()
 
     def restore(self, path: str | Path) -> None:
-        """Go on where a saved state was taken. Only before the first row."""
+        """Continue where a saved state was taken. Only before the first row."""
         self._loader.restore_state_rank(load_state(Path(path))["dataloader_state_dict"])
 
 
 def build_dataloaders(
     args: Any, task_encoder: Any, restore_from: str | Path | None = None
 ) -> tuple[DataIterator | None, list[DataIterator] | None, None]:
-    """Train and validation data on the ranks that read, in the order of the written packs: the
-    first of those that share a row, on the first and the last pipeline stage.
+    """Build train and validation data, in the order of the written packs, on the ranks that read:
+    the first of the ranks that share a row, on the first and the last pipeline stage.
 
     Args:
-        args: Megatron-LM's, of which `data_path`, `micro_batch_size`, `num_workers` and
-            `eval_iters` are used; a folder that is not validated needs no val split.
+        args: Megatron-LM's arguments, of which `data_path`, `micro_batch_size`, `num_workers` and
+            `eval_iters` are used; without validation a folder needs no val split.
         restore_from: this rank's file of a saved state.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -96,15 +96,12 @@ def build_dataloaders(
 
 
 def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device) -> PackedBatch:
-    """The next batch with shifted labels, read by the first of the tensor and context parallel
-    ranks for all of them.
+    """Read the next batch on the first of the tensor and context parallel ranks, and return it on
+    all of them, with shifted labels. Raises StopIteration on all ranks when the data ends.
 
     Args:
-        data_iterator: over Energon's loader; None on the other ranks.
-        device: of the result.
-
-    Raises:
-        StopIteration: on all ranks, when the data ends.
+        data_iterator: an iterator over Energon's loader; None on the other ranks.
+        device: the device of the result.
     """
     read = next(data_iterator, None) if data_iterator is not None else None
     group = parallel_state.get_tensor_and_context_parallel_group()
@@ -118,12 +115,8 @@ def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device)
 def loss_func(
     loss_mask: torch.Tensor, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Megatron-LM's loss with `--calculate-per-token-loss`: a sum and its number of tokens.
-
-    Args:
-        loss_mask: (1, S).
-        output_tensor: (1, S) per-token losses.
-    """
+    """Reduce losses of tokens (1, S) to Megatron-LM's loss with `--calculate-per-token-loss`: a sum
+    and its number of tokens."""
     loss = (output_tensor.float() * loss_mask).sum()
     num_tokens = loss_mask.sum().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
@@ -132,8 +125,8 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[PackedBatch] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Per-token losses of the next batch, and the function that reduces them. Context parallel
-    ranks count the tokens that they hold, each its own."""
+    """Compute the losses of the next batch's tokens, and return them with the function that reduces
+    them. Context parallel ranks count the tokens that they hold."""
     batch = get_batch(data_iterator, next(model.parameters()).device)
     params = to_packed_seq_params(batch, context_group())
     loss_mask = batch.loss_mask

@@ -1,11 +1,11 @@
-"""Packs in ms-swift and Megatron-SWIFT, in place of their own packing. This file is a plugin:
+"""Packs in ms-swift and Megatron-SWIFT, in place of their own packing. This file is a plugin.
 
     OFFLINE_PACKED_DATA=1 swift sft --external_plugins launch/trainers/ms_swift.py \\
         --model FOLDER --dataset out/packed --packing true --attn_impl flash_attn \\
         --train_dataloader_shuffle false --per_device_train_batch_size 1
 
-- Data: `--dataset` is a folder of packs, `--val_dataset` one whose val split is evaluated; anything
-  else goes ms-swift's way. Its collator joins the samples of a pack.
+- Data: `--dataset` is a folder of packs, `--val_dataset` a folder whose val split is evaluated;
+  other data are left to ms-swift. Its collator joins the samples of a pack.
 - Order: as written, by `--train_dataloader_shuffle false`; rank r of W trains packs r, r + W, ...,
   and what does not divide evenly at the end of an epoch is left out by ms-swift.
 - Boundaries: by `--packing true`, from positions; recurrent layers need its kernels.
@@ -45,7 +45,7 @@ class SwiftPacks(PacksAsItems):
                 "length": len(tokens),
                 "mm_token_type_ids": token_types(tokens, self.token_ids),
             }
-            if len(row.position_ids) == 3:  # else they count tokens, which ms-swift does itself
+            if len(row.position_ids) == 3:  # others count tokens, which ms-swift does itself
                 sample["position_ids"] = row.position_ids[:, None]
             videos = row.pixel_values_videos, row.video_grid_thw
             media = row.pixel_values, row.image_grid_thw, *videos
@@ -64,13 +64,9 @@ def positions_of_packs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
-    """The packs at a path, for a pipeline that has its template.
-
-    Raises:
-        ValueError: the pipeline does not pack: attention would cross samples; or see
-            `require_kernels`.
-        PackingSettingsError: see `open_as_measured`.
-    """
+    """Open the packs at a path for a pipeline that has its template. Raises ValueError if the
+    pipeline does not pack, so that attention would cross samples, or as `require_kernels`; and
+    PackingSettingsError as `open_as_measured`."""
     args = pipeline.args
     if not args.packing:
         raise ValueError(f"{path} holds packs; set --packing true")
@@ -85,8 +81,8 @@ _swifts_own = SwiftSft._prepare_dataset
 
 
 def _prepare_dataset(pipeline: SwiftSft) -> list[Any]:
-    """Train and val dataset. Raises ValueError where packs are mixed with other datasets, or would
-    train in another order."""
+    """Prepare the train and val datasets. Raises ValueError if packs are mixed with other datasets,
+    or would train in another order."""
     args = pipeline.args
     packed = [path for path in args.dataset if (path_of(path) / ".nv-meta").is_dir()]
     if not packed:

@@ -1,5 +1,5 @@
 """Parts that several integrations share: packs opened as they were measured, and as a dataset; a
-warning where ranks would wait for each other forever; a check of kernels that need the boundaries;
+warning if ranks would wait for each other forever; a check for kernels that take the boundaries;
 and resuming with the weights that were saved."""
 
 import importlib
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int, bool]:
-    """Return the model's settings and seq_length of packs, and whether samples share prefixes, as
-    their manifest says, except for options that are not None. Packs written by others have no
-    manifest: the rest is the family's defaults."""
+    """Read from the manifest of packs the model's settings, with the options that are not None in
+    place of its own; seq_length; and whether samples share prefixes. Packs written by others have
+    no manifest: their settings are the family's defaults."""
     given = {name: value for name, value in options.items() if value is not None}
     folder = path_of(path)
     if folder.is_dir() and not (folder / "manifest.json").is_file():
@@ -54,10 +54,10 @@ def open_as_measured(
 
     Args:
         trainer: the name of a trainer whose loss takes only weights 0 and 1.
-        processor: the model's folder or hub name, instead of the one that measured the packs.
-            Another family with the same lengths may be given; positions are then its own.
-        pixel_transport: "uint8" where `pixel_kwargs` or `normalise_pixels` follows on the device.
-        trees: the trainer takes packs whose samples share prefixes, too (`TrainsPacks` does).
+        processor: the model's folder or hub name; default: the processor that measured the packs.
+            It may be of another family with the same lengths, which then decides the positions.
+        pixel_transport: "uint8" if `pixel_kwargs` or `normalise_pixels` follows on the device.
+        trees: the trainer also takes packs whose samples share prefixes (`TrainsPacks` does).
 
     Raises:
         PackedFolderError: the split does not exist or is empty.
@@ -82,7 +82,7 @@ def open_as_measured(
 
 
 class PacksAsItems(Dataset[Any]):
-    """Packs of a folder, each as an item that a framework's own code takes further."""
+    """Packs of a folder as items of a framework's own loader."""
 
     def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
         self.packs = packs
@@ -93,11 +93,11 @@ class PacksAsItems(Dataset[Any]):
 
 
 def warn_of_mixed_steps(packs: Any, num_ranks: int, packs_per_row: int = 1) -> None:
-    """Warn, on the first rank, if some ranks will have images at a step and others none: where they
-    share a vision tower (FSDP, ZeRO-3), some wait for the others forever.
+    """Warn, on the first rank, if some ranks will have images at a step and others none: if they
+    share a vision tower (FSDP, ZeRO-3), some then wait for the others forever.
 
     Args:
-        packs: a `PackedFolder`, whose packs the ranks take in turn; others are not checked.
+        packs: a `PackedFolder`, whose packs the ranks take in turn; other packs are not checked.
         packs_per_row: packs that a rank takes at a time (`dealt_in_rows`).
     """
     if distributed.is_initialized() and distributed.get_rank():
@@ -122,19 +122,13 @@ def warn_of_mixed_steps(packs: Any, num_ranks: int, packs_per_row: int = 1) -> N
 
 
 def require_kernels(family: str, trainer: str, *modules: str) -> None:
-    """Check that a trainer has the kernels through which alone it keeps samples apart in recurrent
-    layers.
-
-    Raises:
-        ValueError: the family has such layers, and a module of the kernels cannot be imported.
-    """
+    """Check that a trainer has the only kernels with which it keeps samples apart in recurrent
+    layers. Raises ValueError if the family has such layers, and a module cannot be imported."""
     for module in modules if FAMILIES[family].is_recurrent else ():
         try:
             importlib.import_module(module)
         except Exception as error:  # fla raises errors of other types without a driver
-            package = {"fla": "flash-linear-attention"}.get(
-                module.partition(".")[0], "causal-conv1d"
-            )
+            package = "flash-linear-attention" if module.startswith("fla.") else "causal-conv1d"
             raise ValueError(
                 f"{trainer} keeps samples of a pack apart in the recurrent layers of {family} only "
                 f"by {module}, which cannot be imported; install {package}"
@@ -142,8 +136,8 @@ def require_kernels(family: str, trainer: str, *modules: str) -> None:
 
 
 def by_saved_names(load: Callable[..., None]) -> Callable[..., None]:
-    """`Trainer._load_from_checkpoint` for models whose weights have other names when saved, as
-    Qwen2-VL's and Qwen2.5-VL's: it would go on with the weights it began with."""
+    """Make `Trainer._load_from_checkpoint` load models whose weights have other names when saved,
+    such as Qwen2-VL's and Qwen2.5-VL's: it would continue with the weights it began with."""
     from transformers import PreTrainedModel
 
     def mended(trainer: Any, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -5,14 +5,14 @@
 Load the model with `dtype=torch.float32, attn_implementation="flash_attention_2"` and set `bf16`:
 attention is then computed in autocast's dtype, without the mask of S × S that sdpa makes of a row.
 
-- Data: k packs are one longer row (`collate_packed`), which Trainer's own collator would pad, and
-  torch's DataParallel cut along the wrong dimension.
-- Order: rank r of W trains packs r, r + W, r + 2·W, ..., as written, where Trainer would shuffle;
-  steps of `pack.order.uniform` are kept. Resuming skips packs that are done unread.
+- Data: k packs are one longer row (`collate_packed`). Trainer's own collator would pad it, and
+  torch's DataParallel would cut it along the wrong dimension.
+- Order: rank r of W trains packs r, r + W, r + 2·W, ..., as written; Trainer alone would shuffle.
+  Steps of `pack.order.uniform` are kept. Resuming skips finished packs without reading them.
 - Boundaries: positions restart, and nothing is cached (`token_kwargs`); recurrent layers
   (`isolate_segments`); branches of prefix trees, with `PackedTaskEncoder(trees=True)`, by
   `tree_attention`, whatever attention the model was loaded with.
-- Loss: transformers shifts labels inside, and Trainer divides by those of a step.
+- Loss: transformers shifts labels inside, and Trainer divides by the labels of a step.
 - Weights: towers without gradients in packs without images (`ddp_find_unused_parameters`; FSDP and
   ZeRO-3 are warned of); resuming under other names when saved (Qwen2-VL, 2.5-VL).
 """
@@ -67,8 +67,8 @@ class UnreadPacks(Dataset[dict[str, Any]]):
 
 
 def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join packs in a row, as arguments of transformers' models but for media and prefix trees:
-    the trainer makes these of `batch` on its device, as pixels in bytes are an eighth of their
+    """Join packs in a row, as arguments of transformers' models without media and prefix trees: the
+    trainer makes these from `batch` on its device, as pixels in bytes are an eighth of their
     values.
 
     Labels stay as they are: transformers shifts them inside, and the first of every sub-sample is
@@ -80,8 +80,7 @@ def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class TrainsPacks:
-    """Mixin for Trainer and classes made from it, the first of the bases. Takes their arguments by
-    name.
+    """Mixin for Trainer and its subclasses, the first of the bases. Takes their arguments by name.
 
     The ranks need equal numbers of rows: accelerate repeats the first few in the last round, unless
     `dataloader_drop_last` leaves it out.
@@ -123,11 +122,11 @@ class TrainsPacks:
 
     @staticmethod
     def as_dataset(packs: Packs) -> Any:
-        """The packs in a form that the trainer accepts."""
+        """Wrap packs in a form that the trainer accepts."""
         return UnreadPacks(packs)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Same as Trainer's, which makes a new model for every run of `model_init`."""
+        """Make a new model for a run of `model_init`, as Trainer does, and prepare it."""
         model = super().call_model_init(trial)  # type: ignore[misc]
         self._make_ready(model)
         return model
@@ -142,8 +141,8 @@ class TrainsPacks:
     _load_from_checkpoint = by_saved_names(Trainer._load_from_checkpoint)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Trainer's hook: to its device, where pixels become values, and `parents` the keys that
-        branches see."""
+        """Move a batch to the device, where pixels become values, and `parents` the keys that
+        branches see. Trainer's hook."""
         given = super()._prepare_inputs(inputs)  # type: ignore[misc]
         prepared = {name: value for name, value in given.items() if name != "batch"}
         if "batch" in given:
@@ -191,7 +190,7 @@ class PackedTrainer(TrainsPacks, Trainer):
     """Trainer on packs. In training, logits are made only where there are labels."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """See Trainer. Custom losses, liger's kernel and metrics need the whole row."""
+        """Compute Trainer's loss. Custom losses, liger's kernel and metrics need the whole row."""
         is_own = self.compute_loss_func is not None or self.args.use_liger_kernel
         if model.training and not is_own:
             inputs = where_labelled(inputs)
@@ -199,9 +198,9 @@ class PackedTrainer(TrainsPacks, Trainer):
 
 
 def where_labelled(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of transformers' models for the same loss, with the logits of the tokens before
-    labels alone: a vocabulary of 152,000 for 8,192 tokens is 5 GB in float32. The models shift
-    labels inside, in every version, so one token without a label ends the row."""
+    """Limit the logits of transformers' models to the tokens before labels, with the same loss: a
+    vocabulary of 152,000 for 8,192 tokens is 5 GB in float32. The models shift labels inside, in
+    every version, so one token without a label ends the row."""
     labels = inputs["labels"]
     before = (labels[0, 1:] != IGNORE_INDEX).nonzero()[:, 0]  # labels [-100, 7, -100, 9] -> [0, 2]
     kept = F.pad(before, (0, 1), value=labels.shape[1] - 1)  # [0, 2, 3]

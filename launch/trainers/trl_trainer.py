@@ -6,7 +6,7 @@
         train_dataset=PackedFolder("out/packed", task_encoder),
     )
 
-- Data: a table of numbers, of which `collate_packed` makes rows; nothing is tokenized.
+- Data: a table of numbers, from which `collate_packed` makes rows; nothing is tokenized.
 - Order, boundaries: those of `TrainsPacks`.
 - Loss: Trainer's.
 - Options: `max_length` has no effect: packs are cut to `seq_length` already.
@@ -24,11 +24,7 @@ from launch.trainers.transformers_trainer import Packs, TrainsPacks
 
 class PackedSFTTrainer(TrainsPacks, SFTTrainer):
     """TRL's SFTTrainer on packs. `processing_class` is a tokenizer: with a processor TRL would
-    prepare pictures of its own.
-
-    Raises:
-        ValueError: TRL is asked to pack them again.
-    """
+    prepare pictures itself. Raises ValueError if TRL is asked to pack again."""
 
     def __init__(self, *, args: SFTConfig, **kwargs: Any) -> None:
         if args.packing or args.padding_free:
@@ -38,7 +34,7 @@ class PackedSFTTrainer(TrainsPacks, SFTTrainer):
 
     @staticmethod
     def as_dataset(packs: Packs) -> Dataset:
-        """A table of numbers, whose rows are the items of `UnreadPacks`."""
+        """Make a table of numbers, whose rows are the items of `UnreadPacks`."""
         numbers = Dataset.from_dict({"number": range(len(packs))})
         return numbers.with_transform(partial(_with_packs, packs))
 

@@ -1,11 +1,11 @@
-"""Packs in VeOmni, in place of its dynamic batches; docs/integrations.md has a whole recipe:
+"""Packs in VeOmni, in place of its dynamic batches; docs/integrations.md has a whole recipe.
 
     OFFLINE_PACKED_DATA=1 torchrun --nproc-per-node 8 -m launch.trainers.veomni recipe.yaml \\
         --data.train_path out/packed --train.micro_batch_size 1 --train.dyn_bsz false
 
-- Data: a `train_path` that is not a folder of packs goes VeOmni's way; `micro_batch_size: k` puts k
+- Data: a `train_path` that is not a folder of packs is left to VeOmni; `micro_batch_size: k` puts k
   packs into one row.
-- Order: rank r of W trains packs r, r + W, ..., as written, where VeOmni always shuffles.
+- Order: rank r of W trains packs r, r + W, ..., as written; VeOmni alone would always shuffle.
 - Boundaries: VeOmni finds them in positions, which begin at 0 in every sample.
 - Loss: VeOmni shifts the labels itself.
 - Options: `data.mm_configs`, `max_seq_len` and `chat_template` have no effect: packs keep what they
@@ -28,7 +28,7 @@ from task_encoders.storage.paths import path_of
 
 
 class VeOmniPacks(PacksAsItems):
-    """Packs as VeOmni has samples: it finds the boundaries in a pack's positions, which begin at 0
+    """Packs as VeOmni has samples. It finds the boundaries in a pack's positions, which begin at 0
     in every sample, and shifts the labels itself."""
 
     def __getitem__(self, number: int) -> list[dict[str, torch.Tensor]]:
@@ -49,15 +49,12 @@ class VeOmniPacks(PacksAsItems):
 
 
 def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **options: Any) -> Any:
-    """Packs, if the path is a folder of them.
+    """Open packs, or build another dataset as VeOmni does. Raises ValueError if VeOmni would take
+    the packs for a stream, and count the steps of an epoch wrong; or as `open_as_measured`.
 
     Args:
         kind: VeOmni's `datasets_type`.
         build: VeOmni's own function for it.
-
-    Raises:
-        ValueError: VeOmni would take the packs for a stream, and count the steps of an epoch wrong;
-            or see `open_as_measured`.
     """
     path = path_of(train_path)
     if not (path / ".nv-meta").is_dir():
@@ -70,11 +67,8 @@ def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **op
 
 
 def build_loader(dataset: Any, **options: Any) -> Any:
-    """VeOmni's loader, in the packs' own order.
-
-    Raises:
-        ValueError: samples would be packed again.
-    """
+    """Build VeOmni's loader, in the packs' own order. Raises ValueError if samples would be packed
+    again."""
     if isinstance(dataset, VeOmniPacks):
         if options.get("dyn_bsz", True):
             raise ValueError("packs are full already; set train.dyn_bsz false")

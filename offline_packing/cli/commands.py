@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
+from offline_packing.cli.verb import FILE, FOLDER, OUTPUT_OPTIONS, cli, echo
 from task_encoders.samples import TASKS
 from task_encoders.storage.paths import is_url
 from task_encoders.text.qwen_vocabulary import BUILTIN
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from offline_packing.config.sections import EngineConfig
 
 
-def _check_path(context: click.Context, argument: click.Parameter, path: str) -> str:
-    if "://" in path:
+def _check_local(context: click.Context, argument: click.Parameter, path: Any) -> Any:
+    if is_url(path):
         raise click.BadParameter(
-            f"{path!r} is remote, and init looks at local data; copy some of them here for it, and "
-            "then set source.path to the remote ones"
+            f"{str(path)!r} is remote, and {context.command.name} needs local files; for init a "
+            "copy of some records is enough: then set source.path to the remote ones"
         )
-    if not Path(path).exists():
+    if argument.required and not Path(path).exists():
         raise click.BadParameter(f"{path!r} does not exist")
     return path
 
 
 @cli.command()
-@click.argument("path", callback=_check_path)
-@click.option("--to", type=FileOrUrl(), default="pack.yaml")
+@click.argument("path", callback=_check_local)
+@click.option("--to", type=FILE, default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", help="Its output.path; default: out/packed, or a folder beside PATH.")
 @click.option("--processor", default=BUILTIN, help="The checkpoint you train; sets model.family.")
@@ -91,7 +91,7 @@ def index(folder: Path, task: str | None) -> None:
 
 
 @cli.command()
-@click.argument("folders", nargs=-1, required=True, type=FileOrUrl(dir_okay=True, file_okay=False))
+@click.argument("folders", nargs=-1, required=True, type=FOLDER)
 @click.option(
     "--epochs",
     "each_once",
@@ -120,8 +120,8 @@ def _engine_options(
 
 
 @cli.command()
-@click.argument("output", metavar="OUT", type=FileOrUrl(dir_okay=True, file_okay=False))
-@click.argument("folder", metavar="OTHER", type=FileOrUrl(dir_okay=True, file_okay=False))
+@click.argument("output", metavar="OUT", type=FOLDER)
+@click.argument("folder", metavar="OTHER", type=FOLDER)
 @click.argument("engine", nargs=-1, metavar="[engine.KEY=VALUE]...", callback=_engine_options)
 @click.option(
     "--to",
@@ -153,19 +153,8 @@ def export(
     echo(f"{verb} {done.num_packs:,} packs in {done.num_files:,} files: {folder}")
 
 
-def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
-    if is_url(folder):
-        raise click.BadParameter(f"{context.command.name} needs a local folder")
-    return folder
-
-
 @cli.command()
-@click.argument(
-    "folder",
-    type=FileOrUrl(file_okay=False, dir_okay=True),
-    default="demo_output",
-    callback=_check_local,
-)
+@click.argument("folder", type=FOLDER, default="demo_output", callback=_check_local)
 @click.option("--num-samples", default=2000, help="How many samples to draw.")
 @click.option("--seed", default=0, help="Decides everything that is drawn.")
 def demo(folder: Path, num_samples: int, seed: int) -> None:
@@ -183,11 +172,8 @@ def launch(script: str | None, arguments: tuple[str, ...], only_path: bool) -> N
     """Run a training SCRIPT of the installed package with bash; without one, list them."""
     folder = Path(str(importlib.resources.files("launch")))
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    scripts = {
-        path.stem: path
-        for name, path in files.items()
-        if name.endswith(".sh") and path.read_text().startswith("#!")
-    }
+    shell = (path for path in files.values() if path.suffix == ".sh")
+    scripts = {path.stem: path for path in shell if path.read_text().startswith("#!")}
     if script is None:
         for name, found in scripts.items():
             echo(f"{name:<20} {found.read_text().splitlines()[1].removeprefix('# ')}")

@@ -1,9 +1,9 @@
 """The command line: `offline-packing VERB CONFIG.yaml [key.sub=value ...]`.
 
 Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configuration is wrong,
-128 and the signal's number if a signal ended it. What the verbs do is in verbs.py.
+128 and the signal's number if a signal ended it. The verbs are in verbs.py.
 
-Only the standard library is imported before signals are handled: imports take a while, too.
+Only the standard library is imported before signals are handled: other imports take a while.
 """
 
 import atexit
@@ -18,29 +18,24 @@ from typing import TYPE_CHECKING, Final, NoReturn
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-#: They end a run as an exception: locks, worker processes and half-written files are cleaned up on
-#: its way out.
+#: Signals that end a run as an exception, so that locks, worker processes and half-written files
+#: are cleaned up.
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedBySignal(BaseException):
     """A signal asked the process to end. Not an Exception: only cleanup code may catch it."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
     def __str__(self) -> str:
-        if self.number == signal.SIGINT:
-            return "interrupted"
-        return f"ended by {signal.Signals(self.number).name}"
+        ended = signal.Signals(self.args[0])
+        return "interrupted" if ended == signal.SIGINT else f"ended by {ended.name}"
 
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise EndedBySignal in here. Only the first does: from then on all
-    are ignored, so that nothing disturbs cleanup and the end of the process. One that the process
-    was started to ignore (nohup) stays ignored. In the main thread only."""
+    """Raise EndedBySignal in the block on Ctrl-C, SIGTERM or SIGHUP. After the first all are
+    ignored, so that nothing disturbs cleanup and the end of the process. A signal that the process
+    was started to ignore (nohup) stays ignored. Only for the main thread."""
     before = {number: signal.getsignal(number) for number in _ENDING}
     changed = {number: was for number, was in before.items() if was != signal.SIG_IGN}
     hook, sys.unraisablehook = sys.unraisablehook, _raise_later
@@ -70,24 +65,24 @@ def _ignore() -> None:
 
 
 def _raise_later(dropped: "UnraisableHookArgs") -> None:
-    """If a signal came during a callback of Python's own, as imports have, the exception ends
-    there; raise it again a moment later."""
+    """Raise again, a moment later, what a signal raised in a callback of Python's own, as imports
+    have, which drop exceptions."""
     ended = dropped.exc_value
     if not isinstance(ended, EndedBySignal):
         sys.__unraisablehook__(dropped)
         return
-    signal.signal(signal.SIGALRM, lambda *_: _raise(ended.number, None))
+    signal.signal(signal.SIGALRM, lambda *_: _raise(ended.args[0], None))
     signal.setitimer(signal.ITIMER_REAL, 0.05)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. `arguments`: None for the command line's."""
+    """Run the command line, or other `arguments`, and exit."""
     try:
         with signals_raise():
             _run(sys.argv[1:] if arguments is None else arguments)
     except EndedBySignal as ended:
         print(f"{ended}; run the same command again to continue", file=sys.stderr)  # noqa: T201
-        sys.exit(128 + ended.number)
+        sys.exit(128 + ended.args[0])
 
 
 def _run(arguments: Sequence[str]) -> None:

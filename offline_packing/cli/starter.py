@@ -1,5 +1,5 @@
-"""`init`: a first configuration for data that were recognised, with comments, and the proof that it
-runs: some records measured with it."""
+"""`init`: a first configuration, with comments, for data that were recognised; and a measurement of
+some records with it."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,14 +11,8 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.measure.measure import measure_first
 from offline_packing.report.preview_text import first_words
 from offline_packing.sources import open_source
-from offline_packing.sources.recognise import MANY, Example, Recognised
-from task_encoders.families import (
-    FAMILIES,
-    ModelOptions,
-    model_options,
-    pixel_limits_of,
-    require_family,
-)
+from offline_packing.sources.recognise import MANY, Recognised
+from task_encoders.families import FAMILIES, model_options, pixel_limits_of, require_family
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 _TEXT_LENGTH: Final = 100
@@ -36,7 +30,7 @@ _COMMENTS: Final = {
 
 
 def output_beside(path: str) -> str:
-    """The default output.path: out/packed, or a folder beside the source that would hold it."""
+    """Return the default output.path: out/packed, or a folder next to a source that contains it."""
     source, output = Path(path).resolve(), Path("out/packed")
     if not output.resolve().is_relative_to(source):
         return str(output)
@@ -44,46 +38,39 @@ def output_beside(path: str) -> str:
 
 
 def render_config(found: Recognised, output: str, processor: str = BUILTIN) -> str:
-    """A commented YAML file; all other fields have defaults.
-
-    Raises:
-        ValueError: the checkpoint `processor` is of no family here.
-    """
+    """Render a commented YAML file; all other fields have defaults. Raises ValueError if no family
+    here has the checkpoint `processor`."""
     split = "  # no val split: of so few samples it would hold hardly a pack; validation.every=0\n"
     if found.num_records >= MANY:
         split = "  split: {train: 0.99, val: 0.01}  # launch/*.sh validate on val\n"
     source = "".join(_line(name, value) for name, value in found.options.items())
     family = None if processor == BUILTIN else require_family(processor)
+    options = model_options(family=family, processor=processor)
+    limits = {} if processor == BUILTIN else pixel_limits_of(processor)
+    model = f"  family: {options.family}  # {' | '.join(FAMILIES)}\n"
+    model += _line("processor", options.processor)
+    for name in ("min_pixels", "max_pixels"):
+        if hasattr(options, name):
+            model += _line(name, limits.get(name, getattr(options, name)))
     return f"""\
 # All fields: docs/configuration.md. Run it with: offline-packing run --deep THIS_FILE
 source:
 {source}model:
-{_model_lines(model_options(family=family, processor=processor))}pack:
+{model}pack:
   seq_length: 8192  # tokens of a training sequence
 output:
 {_line("path", output)}{split}"""
 
 
 def measure_some(config: PackingConfig) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Measure the first records of a configuration's source, and write nothing: the number of those
-    that can be packed; and by reason the number of others, and a detail. Raises StageError as
-    `measure`."""
+    """Measure the first records of a configuration's source without writing anything. Return the
+    number that can be packed; and by reason the number of others, with a detail. Raises StageError
+    as `measure`."""
     rows = measure_first(open_source(config.source[0]), config.model, _MEASURED)
     refused = [(row["reason"], row["detail"]) for row in rows if "reason" in row]
     counts, details = Counter(reason for reason, _ in refused), dict(reversed(refused))
     found = {reason: (count, details[reason]) for reason, count in counts.items()}
     return len(rows) - len(refused), found
-
-
-def _model_lines(model: ModelOptions) -> str:
-    """The lines of a model's family, its checkpoint, and how large its images may be."""
-    lines = f"  family: {model.family}  # {' | '.join(FAMILIES)}\n"
-    lines += _line("processor", model.processor)
-    limits = {} if model.processor == BUILTIN else pixel_limits_of(model.processor)
-    for name in ("min_pixels", "max_pixels"):
-        if hasattr(model, name):
-            lines += _line(name, limits.get(name, getattr(model, name)))
-    return lines
 
 
 def render_examples(found: Recognised) -> str:
@@ -92,27 +79,24 @@ def render_examples(found: Recognised) -> str:
     lines = [f"{options['path']} is read with format {options['format']}, task {options['task']}"]
     if found.others:
         lines.append(f"it might also be of format {' or '.join(found.others)}")
-    lines += [line for example in found.examples for line in _render_example(example)]
+    for example in found.examples:
+        sample = example.sample
+        if sample is None:
+            lines.append(f"\n{example.key}: cannot be used: {example.problem}")
+            continue
+        lines.append(f"\n{example.key}: {sample.task}")
+        for turn in sample.turns:
+            shown = sample.task != "captioning"
+            lines += [f"  prompt  {first_words(turn.prompt, _TEXT_LENGTH)}"] if shown else []
+            lines.append(f"  answer  {first_words(turn.answer, _TEXT_LENGTH)}")
+        if example.unread:
+            unread = ", ".join(example.unread)
+            lines.append(f"  not read: {unread} (source.fields says what they are)")
+        lines += [f"  warning: {line}" for line in example.lost]
+        for name in sample.media:
+            state = example.missing.get(name, "found")
+            lines.append(f"  medium  {first_words(name, _TEXT_LENGTH)} ({state})")
     return "\n".join(lines) + "\n"
-
-
-def _render_example(example: Example) -> list[str]:
-    sample = example.sample
-    if sample is None:
-        return [f"\n{example.key}: cannot be used: {example.problem}"]
-    lines = [f"\n{example.key}: {sample.task}"]
-    for turn in sample.turns:
-        shown = sample.task != "captioning"
-        lines += [f"  prompt  {first_words(turn.prompt, _TEXT_LENGTH)}"] if shown else []
-        lines.append(f"  answer  {first_words(turn.answer, _TEXT_LENGTH)}")
-    if example.unread:
-        lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
-    lines += [f"  warning: {line}" for line in example.lost]
-    for name in sample.media:
-        lines.append(
-            f"  medium  {first_words(name, _TEXT_LENGTH)} ({example.missing.get(name, 'found')})"
-        )
-    return lines
 
 
 def _line(name: str, value: Any) -> str:

@@ -1,7 +1,7 @@
-"""A verb of the command: its name, help and options, whether it locks the output, and whether
+"""A verb of the command line: its name, help and options, whether it locks the output, and whether
 ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it.
 
-Imports of a run happen when it begins: help is asked for often, and needs none of them.
+A run is imported when it starts, so that help is fast.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
@@ -21,51 +20,45 @@ from offline_packing.errors import ConfigError, show_controls
 from task_encoders.storage.paths import is_url, path_of
 from task_encoders.versions import VERSION
 
-if TYPE_CHECKING:
-    from offline_packing.runs.run import Run
 
-#: A title, and names with their meaning.
-HelpList = tuple[str, list[tuple[str, str]]]
-
-
-class FileOrUrl(click.Path):
-    """A local path, or a URL."""
-
-    def __init__(self, *, file_okay: bool = True, dir_okay: bool = False) -> None:
-        super().__init__(file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
-
+class _PathOrUrl(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and is_url(value):
             return path_of(value)
         return super().convert(value, param, ctx)
 
 
+#: A local file, or a URL.
+FILE: Final = _PathOrUrl(dir_okay=False, path_type=Path)
+#: A local folder, or a URL.
+FOLDER: Final = _PathOrUrl(file_okay=False, path_type=Path)
+
+
 class Verb(click.Command):
-    """Operation on one output. `callback` gets a run, `dry_run` if it locks, and the verb's own
-    options; it prints its result, and raises StageError where it fails."""
+    """Operation on one output. Its function gets a run, `dry_run` if it locks, and the verb's own
+    options; it prints its result, and raises StageError if it fails."""
 
     def __init__(
         self,
         *,
-        callback: Callable[..., None],
+        callback: Any,
         params: list[click.Parameter],
         locks: bool = True,
         is_shared: bool = False,
         needs_output: bool = False,
-        more_help: Callable[[], HelpList] | None = None,
         **settings: Any,
     ) -> None:
-        """
+        """Make a verb of the function `callback`.
+
         Args:
-            locks: whether it locks the output against other runs (never in a dry run); one that
-                does not only shows what is there.
-            is_shared: whether several ranks can do it to one output at the same time.
-            needs_output: it fails if there is no output yet, and leaves nothing behind there.
-            more_help: a list at the end of its help, made on demand: it may take time to import.
+            locks: lock the output against other runs, except in a dry run; a verb that does not
+                only shows what is there.
+            is_shared: several ranks can do it to one output at the same time.
+            needs_output: it fails without an output, and then makes no folder for one.
         """
         own = [*(_WORK_OPTIONS if locks else ()), *params]
         super().__init__(callback=self._run, params=[*_ARGUMENTS, *own], **settings)
-        self.function, self.more_help = callback, more_help
+        self.function = callback
         self.locks, self.is_shared, self.needs_output = locks, is_shared, needs_output
 
     def _run(
@@ -81,32 +74,20 @@ class Verb(click.Command):
         parsed = load_config(config, overrides)
         with build_engine(parsed.engine) as engine:
             if engine.IS_SHARED and not self.is_shared:
-                shared = ", ".join(
-                    name
-                    for name, one in cli.commands.items()
-                    if isinstance(one, Verb) and one.is_shared
-                )
+                verbs = (one for one in cli.commands.values() if isinstance(one, Verb))
+                shared = ", ".join(str(one.name) for one in verbs if one.is_shared)
                 raise ConfigError(
                     f"engine.name={parsed.engine.name} shares {shared} among ranks; run "
                     f"{self.name} with engine.name=local"
                 )
             quiet = click.get_current_context().obj
             run = Run(parsed, engine, frozenset(accept_mismatch), progress=not quiet)
-            with self._lock(run, options.get("dry_run", False)):
+            is_missing = self.needs_output and not run.workspace.packing.exists()
+            lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.locks and not options["dry_run"] and not is_missing:
+                lock = run.workspace.lock(shared=engine.IS_SHARED)
+            with lock:
                 self.function(run, **options)
-
-    def _lock(self, run: Run, dry_run: bool) -> contextlib.AbstractContextManager[None]:
-        """Held while the verb is at work."""
-        is_missing = self.needs_output and not run.workspace.packing.exists()
-        if dry_run or is_missing or not self.locks:
-            return contextlib.nullcontext()
-        return run.workspace.lock(shared=run.engine.IS_SHARED)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.more_help is not None:
-            title, lines = self.more_help()
-            with formatter.section(title):
-                formatter.write_dl(lines)
 
 
 def echo(text: object, *, nl: bool = True) -> None:
@@ -115,14 +96,10 @@ def echo(text: object, *, nl: bool = True) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Messages that may contain names and ids of the data."""
+    """Formatter of messages that may contain names and ids of the data."""
 
     def format(self, record: logging.LogRecord) -> str:
         return show_controls(super().format(record))
-
-
-def _is_ours(logger: str) -> bool:
-    return logger.partition(".")[0] in ("offline_packing", "task_encoders", "launch")
 
 
 def _start_logging(context: click.Context, _: click.Parameter, quiet: bool) -> None:
@@ -130,7 +107,8 @@ def _start_logging(context: click.Context, _: click.Parameter, quiet: bool) -> N
     the context keeps whether it is quiet."""
     context.obj = quiet
     shown = logging.StreamHandler(sys.stderr)
-    shown.addFilter(lambda record: record.levelno >= logging.WARNING or _is_ours(record.name))
+    ours = ("offline_packing", "task_encoders", "launch")
+    shown.addFilter(lambda one: one.levelno >= logging.WARNING or one.name.split(".")[0] in ours)
     level = logging.WARNING if quiet else logging.INFO
     shown.setFormatter(_Formatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[shown])
@@ -156,7 +134,7 @@ _ARGUMENTS: Final = (
     click.Argument(["config"]),
     click.Argument(["overrides"], nargs=-1, metavar="[KEY.SUB=VALUE]..."),
 )
-#: Of verbs that write.
+#: Options of verbs that write.
 _WORK_OPTIONS: Final = (
     click.Option(["--dry-run"], is_flag=True, help="Say what would be done; write nothing."),
     click.Option(
@@ -170,10 +148,7 @@ _WORK_OPTIONS: Final = (
 
 
 class _InOrder(click.Group):
-    """Help lists the verbs in the order of work, each with its whole first sentence."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+    """Group whose help lists the verbs in the order of work, each with its whole sentence."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         whole = [(name, command.get_short_help_str(500)) for name, command in self.commands.items()]
@@ -198,5 +173,5 @@ def cli() -> None:
     """
 
 
-#: Makes a function a verb, with the properties of Verb.
+#: Make a function a verb, with the settings of Verb.
 verb: Final = partial(cli.command, cls=Verb)

@@ -1,6 +1,6 @@
-"""The verbs: the output of each stage on stdout. A verb imports its stage when it runs.
+"""The verbs: they print the results of the stages. A verb imports its stage when it runs.
 
-A verb's docstring is its help text, and `dry_run` says what it would do.
+A verb's docstring is its help text; with `dry_run` it says what it would do.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import io
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from offline_packing.cli.verb import FileOrUrl, HelpList, Verb, echo, verb
+from offline_packing.cli.verb import FILE, Verb, echo, verb
 from offline_packing.errors import ConfigError, StageError
 from task_encoders.samples import REASONS
 from task_encoders.storage.remote_requests import RemoteError
@@ -24,68 +24,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DEEP: Final = click.Option(
-    ["--deep"],
+_deep = click.option(
+    "--deep",
     is_flag=True,
     help="Also compare what was written with the source, and encode every sample again.",
 )
-_SEED: Final = click.Option(
-    ["--seed"], type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
-)
-_VERIFY: Final = (
-    click.Option(
-        ["--discard"],
-        is_flag=True,
-        help="Move files that are damaged to _packing/damaged; run makes them again.",
-    ),
-    click.Option(
-        ["--hash-only"],
-        is_flag=True,
-        help="Compare the bytes of all files with their hashes, and open no pack.",
-    ),
-    click.Option(
-        ["--samples"],
-        type=click.FloatRange(min=0, min_open=True),
-        help="Check packs drawn at random, and not the others: so many samples; below 1, a share.",
-    ),
-    _SEED,
-)
-_PREVIEW: Final = (
-    click.Option(
-        ["--packs", "num_packs"],
-        type=click.IntRange(min=1),
-        default=3,
-        help="How many packs to draw at random.",
-    ),
-    click.Option(
-        ["--pack", "packs"], multiple=True, metavar="KEY", help="Show this pack, by key or number."
-    ),
-    _SEED,
-    click.Option(["--full"], is_flag=True, help="Show long texts in full."),
-    click.Option(
-        ["--html"],
-        type=FileOrUrl(),
-        help="Write one page, with images and first frames of videos, instead of text.",
-    ),
-)
-_SET_ASIDE: Final = (
-    click.Option(
-        ["--reason", "reasons"],
-        multiple=True,
-        type=click.Choice(tuple(REASONS)),
-        help="List these only.",
-    ),
-    click.Option(["--csv", "as_csv"], is_flag=True, help="Comma-separated values, with a header."),
-)
-
-
-_PLAN: Final = (
-    click.Option(
-        ["--output"],
-        type=FileOrUrl(),
-        help="Write which sample stands where in which pack to this Parquet file, and how often "
-        "the runs of source.skip trained it so far.",
-    ),
+_seed = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
 )
 
 
@@ -113,18 +58,28 @@ def measure_verb(run: Run, dry_run: bool, warns: bool = True) -> None:
         echo(render_examples(run.config, groups), nl=False)
 
 
-def _strategy_options() -> HelpList:
-    from offline_packing.planner.strategies import describe_options
+class _PlanVerb(Verb):
+    """Verb whose help lists the strategies' options."""
 
-    lines = [
-        (f"{strategy}: {name}", f"{meaning}{f'  [default: {default}]' if default else ''}")
-        for strategy, name, default, meaning in describe_options()
-    ]
-    return "Options of pack.strategy, under pack.strategy_options", lines
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from offline_packing.planner.strategies import describe_options
+
+        with formatter.section("Options of pack.strategy, under pack.strategy_options"):
+            lines = [
+                (f"{strategy}: {name}", f"{meaning}{f'  [default: {default}]' if default else ''}")
+                for strategy, name, default, meaning in describe_options()
+            ]
+            formatter.write_dl(lines)
 
 
-@verb("plan", params=[*_PLAN], more_help=_strategy_options)
-def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
+@verb("plan", cls=_PlanVerb)
+@click.option(
+    "--output",
+    type=FILE,
+    help="Write the packs' samples in order to this Parquet file, and how often the runs of "
+    "source.skip trained each so far.",
+)
+def plan_verb(run: Run, dry_run: bool, output: Path | None = None, again: bool = True) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside import group_set_aside
     from offline_packing.plan.assignment import write_assignment
@@ -136,7 +91,10 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
     if dry_run:
         echo(preview_plan(run, samples), nl=False)
         return
+    known = None if again else run.workspace.read_plan()
     made = plan(run, samples)
+    if made.receipt == known:
+        return
     if output is not None:
         columns = samples.table("key", "source_id", "num_tokens")
         if run.trained:
@@ -158,7 +116,7 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
 def write_verb(run: Run, dry_run: bool) -> None:
     """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
     from offline_packing.runs.artifacts import open_index, open_plan
-    from offline_packing.runs.set_aside import check_media, check_set_aside
+    from offline_packing.runs.set_aside import check_set_aside
     from offline_packing.write.write import preview_write, write
 
     samples, made = open_index(run), open_plan(run)
@@ -167,13 +125,29 @@ def write_verb(run: Run, dry_run: bool) -> None:
         return
     if not run.workspace.manifest.exists():
         check_set_aside(run)
-        check_media(run)
     counts = write(run, samples, made).counts
     packs = ", ".join(f"{name} {count:,}" for name, count in counts.packs.items())
     echo(f"wrote {counts.packed:,} samples to {run.workspace.root}; packs: {packs}")
 
 
-@verb("verify", params=[_DEEP, *_VERIFY], is_shared=True, needs_output=True)
+@verb("verify", is_shared=True, needs_output=True)
+@_deep
+@click.option(
+    "--discard",
+    is_flag=True,
+    help="Move files that are damaged to _packing/damaged; run makes them again.",
+)
+@click.option(
+    "--hash-only",
+    is_flag=True,
+    help="Compare the bytes of all files with their hashes, and open no pack.",
+)
+@click.option(
+    "--samples",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Check packs drawn at random, and not the others: so many samples; below 1, a share.",
+)
+@_seed
 def verify_verb(
     run: Run,
     dry_run: bool,
@@ -182,19 +156,13 @@ def verify_verb(
     hash_only: bool = False,
     samples: float | None = None,
     seed: int = 0,
-    reads_again: bool = True,
+    again: bool = True,
 ) -> None:
     """Re-read everything that was written, and check it."""
+    from offline_packing.verify import verify as verifying
     from offline_packing.verify.verdict import check, known_verdict
-    from offline_packing.verify.verify import (
-        Drawn,
-        preview_verify,
-        render_result,
-        render_verdict,
-    )
-    from offline_packing.verify.verify import discard as discard_damaged
 
-    if not reads_again and (known := known_verdict(run, deep=deep)):
+    if not again and (known := known_verdict(run, deep=deep)):
         echo(known)
         return
     if discard:
@@ -203,23 +171,23 @@ def verify_verb(
                 "verify --discard goes alone, on an output that no rank works on: leave out "
                 "--deep, --hash-only and --samples, and set engine.name=local"
             )
-        echo(discard_damaged(run, dry_run=dry_run))
+        echo(verifying.discard(run, dry_run=dry_run))
         return
     if dry_run:
-        echo(preview_verify(run))
+        echo(verifying.preview_verify(run))
         return
     if hash_only and (deep or samples):
         raise ConfigError("verify --hash-only opens no pack; leave out --deep and --samples")
-    drawn = None if samples is None else Drawn(samples, seed)
+    drawn = None if samples is None else verifying.Drawn(samples, seed)
     result = check(run, deep=deep, hash_only=hash_only, drawn=drawn)
-    text = render_result(result, deep=deep, hash_only=hash_only, drawn=drawn)
+    text = verifying.render_result(result, deep=deep, hash_only=hash_only, drawn=drawn)
     echo(text, nl=False)
     if not result.ok:
-        raise StageError(f"{run.workspace.root} has {render_verdict(result)}")
+        raise StageError(f"{run.workspace.root} has {verifying.render_verdict(result)}")
 
 
 @verb("report", needs_output=True)
-def report_verb(run: Run, dry_run: bool) -> None:
+def report_verb(run: Run, dry_run: bool, again: bool = True) -> None:
     """Write a page and a JSON file with the figures of the stages completed so far."""
     from offline_packing.report.report import report
 
@@ -227,11 +195,28 @@ def report_verb(run: Run, dry_run: bool) -> None:
     if dry_run:
         echo(f"would write {page}")
         return
-    echo(report(run))
+    echo(report(run, again=again))
     echo(f"report: {page}")
 
 
-@verb("preview", params=[*_PREVIEW], locks=False, is_shared=True)
+@verb("preview", locks=False, is_shared=True)
+@click.option(
+    "--packs",
+    "num_packs",
+    type=click.IntRange(min=1),
+    default=3,
+    help="How many packs to draw at random.",
+)
+@click.option(
+    "--pack", "packs", multiple=True, metavar="KEY", help="Show this pack, by key or number."
+)
+@_seed
+@click.option("--full", is_flag=True, help="Show long texts in full.")
+@click.option(
+    "--html",
+    type=FILE,
+    help="Write one page, with images and first frames of videos, instead of text.",
+)
 def preview_verb(run: Run, full: bool, html: Path | None, **which: Any) -> None:
     """Show some packs as they are trained: text, what carries loss, images and videos."""
     from offline_packing.report.pages import render_packs
@@ -251,7 +236,7 @@ def preview_verb(run: Run, full: bool, html: Path | None, **which: Any) -> None:
 
 
 def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> None:
-    """A step of a run; under --quiet only the last one, and one that fails, say anything."""
+    """Do a step of a run; under --quiet only the last one, and one that fails, print anything."""
     silent = not (run.progress or dry_run or step is report_verb)
     said = io.StringIO()
     try:
@@ -262,7 +247,8 @@ def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> Non
         raise
 
 
-@verb("run", params=[_DEEP])
+@verb("run")
+@_deep
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
     from offline_packing.measure.measure import estimate_run
@@ -274,10 +260,10 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
         (measure_verb, None, {"warns": False}),  # the plan's summary has them
-        (plan_verb, receipt_path(run.workspace.packing, "measure"), {}),
+        (plan_verb, receipt_path(run.workspace.packing, "measure"), {"again": False}),
         (write_verb, receipt_path(run.workspace.packing, "plan"), {}),
-        (verify_verb, manifest, {"deep": deep, "reads_again": False}),
-        (report_verb, manifest, {}),
+        (verify_verb, manifest, {"deep": deep, "again": False}),
+        (report_verb, manifest, {"again": False}),
     )
     for step, needed, options in steps:
         if dry_run and needed is not None and not needed.exists():
@@ -288,7 +274,15 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
         _do(step, run, dry_run, options)
 
 
-@verb("set-aside", params=[*_SET_ASIDE], locks=False, is_shared=True)
+@verb("set-aside", locks=False, is_shared=True)
+@click.option(
+    "--reason",
+    "reasons",
+    multiple=True,
+    type=click.Choice(tuple(REASONS)),
+    help="List these only.",
+)
+@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values, with a header.")
 def set_aside_verb(run: Run, **form: Any) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
     from offline_packing.runs.set_aside import list_set_aside

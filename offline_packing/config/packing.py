@@ -52,15 +52,10 @@ class PackingConfig(Section):
             raise ValueError("no source; name at least one")
         tasks = sorted({source.task for source in sources})
         if len(tasks) > 1:
-            raise ValueError(
-                f"tasks {' and '.join(tasks)} in one output; pack each by itself and blend the "
-                "datasets in training"
-            )
+            raise ValueError(f"tasks {' and '.join(tasks)} in one output; pack each and blend them")
         if any(source.weight for source in sources):
             if not all(source.weight for source in sources):
-                raise ValueError(
-                    "some sources have a weight and some have none; give each one a weight"
-                )
+                raise ValueError("some sources have a weight and others none; give each a weight")
             if any(source.repeat != 1 for source in sources):
                 raise ValueError("a source has a weight and a repeat; remove one of them")
         names = [_source_name(source) for source in sources]
@@ -92,8 +87,15 @@ class PackingConfig(Section):
                 )
         if self.pack.share_prefixes is not None:
             self._check_prefixes()
-        if self.pack.mixture is not None:
-            self._check_mixture()
+        if (mixture := self.pack.mixture) is not None:
+            names = self.source_names()
+            given = {name for name in mixture.start | mixture.end if mixture.share(name)}
+            if wrong := given ^ {*names}:
+                what = "no source" if min(wrong) in given else "a source without a share"
+                why = f"{min(wrong)!r} is {what}; give shares to {', '.join(names)}"
+                raise ValueError(f"pack.mixture: {why}")
+            if any(source.weight or source.repeat != 1 for source in self.source):
+                raise ValueError("pack.mixture sets the uses of samples; remove weight and repeat")
         kept = {place for source in self.source for place in getattr(source, "keep", ())}
         where = [] if self.pack.where is None else parse_filters(self.pack.where)
         for column, *_ in itertools.chain(*where):
@@ -120,31 +122,18 @@ class PackingConfig(Section):
 
     def _check_prefixes(self) -> None:
         """Refuse pack.share_prefixes where packs cannot hold trees."""
-        output, model = self.output, self.model
-        why, remedy = "", "leave out pack.share_prefixes"
-        if output.layout != "energon":
-            why = f"output.layout={output.layout!r} does not store which samples share a prefix"
-            remedy = f"choose energon, or {remedy}"
-        elif (limit := dynamic_from(model.processor)) is not None and self.pack.seq_length > limit:
-            why = (
-                f"the rotary angles of {model.processor} (rope_type dynamic) depend on the length "
-                f"of samples above max_position_embeddings {limit}"
+        layout, processor = self.output.layout, self.model.processor
+        if layout != "energon":
+            raise ValueError(
+                f"pack.share_prefixes: output.layout={layout!r} does not store which samples share "
+                "a prefix; choose energon, or leave out pack.share_prefixes"
             )
-            remedy = f"set pack.seq_length to at most {limit}, or {remedy}"
-        if why:
-            raise ValueError(f"pack.share_prefixes: {why}; {remedy}")
-
-    def _check_mixture(self) -> None:
-        """Refuse pack.mixture of other sources, and beside what else decides their shares."""
-        assert self.pack.mixture is not None
-        names, shares = self.source_names(), self.pack.mixture
-        given = {name for name in shares.start | shares.end if shares.share(name)}
-        if wrong := given ^ {*names}:
-            what = "no source" if min(wrong) in given else "a source without a share"
-            why = f"{min(wrong)!r} is {what}; give shares to {', '.join(names)}"
-            raise ValueError(f"pack.mixture: {why}")
-        if any(source.weight or source.repeat != 1 for source in self.source):
-            raise ValueError("pack.mixture sets the uses of samples; remove weight and repeat")
+        if (limit := dynamic_from(processor)) is not None and self.pack.seq_length > limit:
+            raise ValueError(
+                f"pack.share_prefixes: angles of {processor} depend on the length of samples above "
+                f"{limit} tokens (rope_type dynamic); set pack.seq_length to at most {limit}, or "
+                "leave out pack.share_prefixes"
+            )
 
     @property
     def task(self) -> str:
@@ -153,39 +142,34 @@ class PackingConfig(Section):
 
     @model_validator(mode="after")
     def _check_splitting(self) -> "PackingConfig":
-        loss_on = getattr(self.model, "loss_on", "all")
+        loss_on, earlier = (
+            getattr(self.model, "loss_on", "all"),
+            self.pack.split_turns.context_turns,
+        )
+        trains_all, is_captioning = self.output.layout != "energon", self.task == "captioning"
+        layout = f"output.layout={self.output.layout!r}"
+        context = f"pack.split_turns.context_turns={earlier} shows turns without loss, and"
         if self.splits and loss_on != "all":
             raise ValueError(
-                f"model.loss_on={loss_on} trains a part of each conversation or document, and "
-                "split_turns makes several samples of one; leave out one of the two"
+                f"model.loss_on={loss_on} and split_turns both train a part of a record; leave out "
+                "one of them"
             )
-        trains_all = self.output.layout != "energon"
-        empty = getattr(self.model, "empty_thoughts", "train")
-        parts = {"loss_on": loss_on} if loss_on != "all" else {}
-        parts |= {"empty_thoughts": empty} if empty != "train" else {}
-        for name, value in parts.items() if trains_all and self.task != "captioning" else ():
-            raise ValueError(
-                f"model.{name}={value} trains a part of each conversation, and readers of "
-                f"output.layout={self.output.layout!r} train all answers; leave it out, or choose "
-                "another layout"
-            )
-        earlier = self.pack.split_turns.context_turns
-        if earlier and self.task == "captioning":
-            raise ValueError(
-                f"pack.split_turns.context_turns={earlier} shows turns of conversations without "
-                "loss, and all text of a document is trained; set it to 0"
-            )
+        for name, default in (("loss_on", "all"), ("empty_thoughts", "train")):
+            value = getattr(self.model, name, default)
+            if value != default and trains_all and not is_captioning:
+                raise ValueError(
+                    f"model.{name}={value} trains a part of the answers, and {layout} trains all; "
+                    "leave out one of them"
+                )
+        if earlier and is_captioning:
+            raise ValueError(f"{context} all text of a document is trained; set it to 0")
         if earlier and trains_all:
-            raise ValueError(
-                f"pack.split_turns.context_turns={earlier} shows turns without loss, and "
-                f"output.layout={self.output.layout!r} would train them; set it to 0, or choose "
-                "another layout"
-            )
+            raise ValueError(f"{context} {layout} would train them; set it to 0")
         return self
 
     @property
     def names_groups(self) -> bool:
-        """Whether records of some source name their group, which decides their split."""
+        """Whether any source names its records' groups, which decide their splits."""
         return any(
             isinstance(source, FieldOptions) and "group" in source.fields for source in self.source
         )
@@ -197,7 +181,7 @@ class PackingConfig(Section):
 
     @property
     def cut_for(self) -> dict[str, str | int]:
-        """Fields by their names on which the parts of conversations depend, if there are any."""
+        """Fields on which the parts of conversations depend; empty if none are cut."""
         pack = self.pack
         if not self.splits:
             return {}
@@ -211,42 +195,41 @@ class PackingConfig(Section):
 
     @property
     def weights(self) -> list[float] | None:
-        """Shares of all tokens that the sources have, in proportion; None: they follow from
-        repeats."""
+        """Proportions of the sources' tokens; None: they follow from repeats."""
         if self.pack.mixture is not None:
             return list(map(self.pack.mixture.share, self.source_names()))
         weights = [source.weight for source in self.source if source.weight]
         return weights or None
 
     def key_prefixes(self) -> list[str]:
-        """Prefix of each source's keys; empty for a single source."""
+        """Return the prefix of each source's keys; empty for a single unnamed source."""
         if len(self.source) == 1 and self.source[0].name is None:
             return [""]
         names = map(_source_name, self.source)
         return [f"{name}/" if name else "" for name in names]
 
     def source_names(self) -> list[str]:
-        """Labels of the sources: their names, or the last parts of their paths."""
+        """Return labels of the sources: their names, or the last parts of their paths."""
         return [
             prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2]
             for source, prefix in zip(self.source, self.key_prefixes(), strict=True)
         ]
 
 
-#: Options that may stand beside format index; all but the first three are this run's own.
-_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight", "text_only")
+#: Options that format index allows; all but the first three override those of the index.
+_INDEX_OPTIONS: Final = ("format", "path", "task", "name", "skip", "repeat", "weight", "text_only")
 
 
 def _measured_from(source: Any) -> list[Any]:
-    """Sources whose samples the index that a source of format index names holds: all of them, or
-    the one with its name; any other source itself. Raises StageError as `load_info`."""
+    """Replace a source of format index by the sources of that index, or by the one with its name;
+    return any other source itself. Raises StageError as `load_info`."""
     if not isinstance(source, Mapping) or source.get("format") != "index":
         return [source]
     given = SourceOptions.model_validate({"task": "bmr", **source})
-    if others := given.model_fields_set - {*_BESIDE_INDEX}:
+    if others := given.model_fields_set - {*_INDEX_OPTIONS}:
         why = "samples of an index are as they were measured; remove it"
         raise invalid("source", min(others), source[min(others)], why)
-    own = given.model_dump(include={*_BESIDE_INDEX[3:]}, exclude_defaults=True)
+    own = given.model_dump(include={*_INDEX_OPTIONS[3:]}, exclude_defaults=True)
     found, of = load_info(given.path).sources, f"the index of {given.path}"
     if given.name is not None and len(found) > 1:
         names = ", ".join(str(one["name"]) for one in found)
@@ -267,11 +250,10 @@ def _source_name(source: SourceOptions) -> str:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:
-    """Read a YAML file, apply the overrides `a.b=value` (values are YAML) and validate. Raises
-    ConfigError if the file cannot be read or parsed, or a field is unknown or has a bad value."""
+    """Read a configuration as `read_config`."""
     return read_config(PackingConfig, path, overrides)
 
 
 def parse_config(content: Mapping[str, Any]) -> PackingConfig:
-    """Validate a mapping. Raises ConfigError naming field, value and remedy."""
+    """Validate a configuration as `validate`."""
     return validate(PackingConfig, content)

@@ -45,14 +45,14 @@ class OrderConfig(Section):
     num_ranks: Count
     #: loader workers on each rank
     num_workers: NonNegative = 1
-    #: packs of a step are of one kind: all have images, or videos, or none has, as FSDP and ZeRO-3
-    #: need; holds for every divisor of num_ranks, too
+    #: packs of a step are of one kind: all have images, or all have videos, or all have neither, as
+    #: FSDP and ZeRO-3 need; for every divisor of num_ranks, too
     uniform: bool = False
 
 
 class SplitTurnsConfig(Section):
-    """Parts that `on_overlong: split_turns` makes: of a conversation, which it cuts between turns;
-    of a document, which it cuts at blank lines and in front of media."""
+    """Parts that `on_overlong: split_turns` makes: it cuts a conversation between turns, and a
+    document at blank lines and in front of media."""
 
     #: earlier turns that a part shows first, without loss, as far as they fit; not of documents,
     #: and not in the layouts of other trainers
@@ -61,7 +61,7 @@ class SplitTurnsConfig(Section):
 
 class SharePrefixesConfig(Section):
     """Prefix trees: samples that begin with the same images and videos, and the same text up to
-    them, stand in one pack, and that beginning (the trunk) stands there once."""
+    them, are in one pack, which holds that beginning (the trunk) once."""
 
     #: samples that may share one copy of their common beginning, with its images and videos; off by
     #: default, and `pack.share_prefixes: true` is short for 16
@@ -85,24 +85,24 @@ class MixtureConfig(Section):
         return shares
 
     def share(self, name: str, place: float = 0.5) -> float:
-        """The share of a source at a place in the plan, 0 to 1; that of the middle is its mean."""
+        """Return a source's share at a place in the plan, 0 to 1; in the middle it is the mean."""
         return self.start.get(name, 0.0) * (1 - place) + self.end.get(name, 0.0) * place
 
 
 def _as_section(value: Any) -> Any:
-    """{} for true, and None for false."""
+    """Replace true by {} and false by None."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
 def _a_number(ranks: Any) -> Any:
-    """Refuse a mapping of ranks by the number to write."""
+    """Refuse a mapping of ranks: a number is written."""
     if isinstance(ranks, dict):
         raise ValueError(f"write a number, the ranks of each pack, in place of {ranks}")
     return ranks
 
 
 class PackConfig(PlanOptions, Section):
-    """Options of packing: options of a plan, and further ones of the configuration."""
+    """Options of packing: options of a plan, and others of the configuration."""
 
     #: what happens to a sample with more tokens than seq_length; split_turns cuts conversations
     #: and documents, and also heeds budgets
@@ -130,13 +130,13 @@ class PackConfig(PlanOptions, Section):
 
     @property
     def layout(self) -> RankLayout | None:
-        """The loader that the packs are put in order for."""
+        """Loader that the packs are ordered for."""
         return None if self.order is None else RankLayout(**self.order.model_dump())
 
     @property
     def padding(self) -> int:
-        """Multiple that every sample is padded to. With `context_parallel` ranks each sample is cut
-        into 2 × ranks chunks, two per rank, whose sum is a multiple of `pad_multiple` (tensor ranks
+        """Multiple that every sample is padded to. `context_parallel` ranks cut each sample into
+        2 × ranks chunks, two per rank, whose sum is a multiple of `pad_multiple` (tensor ranks
         under sequence parallelism; 16 for FP8)."""
         ranks = self.context_parallel
         return self.pad_multiple if ranks == 1 else ranks * math.lcm(2, self.pad_multiple)
@@ -149,19 +149,16 @@ class PackConfig(PlanOptions, Section):
     @model_validator(mode="after")
     def _check_added(self) -> "PackConfig":
         if self.on_overlong != "split_turns" and self.split_turns != SplitTurnsConfig():
-            raise ValueError(
-                f"split_turns changes nothing under on_overlong {self.on_overlong}; set it to "
-                "split_turns, or leave out the options"
-            )
+            raise ValueError(f"split_turns changes nothing under on_overlong {self.on_overlong}")
         if self.share_prefixes and self.context_parallel > 1:
             raise ValueError(
-                "share_prefixes cannot go with context_parallel, whose ranks would each need the "
-                "trunk of a tree; leave out one of them"
+                "share_prefixes cannot go with context_parallel, each rank of which would need all "
+                "trunks; leave out one of them"
             )
         if self.share_prefixes and self.strategy in ("hash_bucket", "sequential"):
             raise ValueError(
-                f"strategy {self.strategy} counts samples as the packer that it is taken from does,"
-                " and share_prefixes joins some; choose strategy auto, or leave out one of them"
+                f"strategy {self.strategy} counts samples, and share_prefixes joins some; choose "
+                "strategy auto, or leave out share_prefixes"
             )
         asked_passes(PlanRequest(self, self.budgets, self.layout, mixture=self.mixture))
         if self.padding > self.seq_length:
@@ -173,7 +170,7 @@ class PackConfig(PlanOptions, Section):
 
 
 class OutputConfig(Section):
-    """Output folder, and form of the packs in it."""
+    """Output folder, and the form of its packs."""
 
     #: the folder a trainer is given, or its URL: s3://bucket/packed, gs://…, msc://…
     path: LocalOrRemotePath
@@ -190,12 +187,12 @@ class OutputConfig(Section):
     #: share of the samples per split; samples stay together that have one value of
     #: source.fields.group, or else lead from one to another by an image or video
     split: dict[str, float] = {"train": 1.0}
-    #: which samples are in which split: another number deals them out differently
+    #: seed of the draw of samples for the splits
     split_seed: NonNegative = 0
     #: put before every pack's key, without a dot (default: 8 digits from the source's files and
     #: the plan)
     key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None
-    #: replace artifacts of another configuration instead of refusing to go on
+    #: replace artifacts of another configuration instead of stopping
     overwrite: bool = False
 
     @field_validator("split")
@@ -215,9 +212,7 @@ class OutputConfig(Section):
     @model_validator(mode="after")
     def _check_media(self) -> "OutputConfig":
         if self.media == "refer" and self.layout != "energon":
-            raise ValueError(
-                f"readers of layout {self.layout} need media in the packs; remove media"
-            )
+            raise ValueError(f"layout {self.layout} needs media in the packs; remove media=refer")
         return self
 
 

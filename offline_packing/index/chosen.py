@@ -1,4 +1,4 @@
-"""Samples that `pack.where` chooses, by fields that `source.keep` kept of their records."""
+"""Choice of samples by `pack.where`: filters of fields that `source.keep` kept of their records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import eq, ge, gt, le, lt, ne
@@ -21,8 +21,8 @@ _FORM: Final = "write [[FIELD, '>=', 3], [FIELD, 'not in', [a, b]]]"
 
 
 def parse_filters(filters: Any) -> list[list[tuple[str, str, Any]]]:
-    """pyarrow's filters as a list of lists of clauses: all of one list must hold. Columns are
-    'number FIELD' or 'text FIELD', as their values say. Raises ValueError naming a bad clause."""
+    """Parse pyarrow's filters to lists of clauses, of which one list must hold. A clause begins
+    with 'number FIELD' or 'text FIELD', by its value. Raises ValueError naming a bad clause."""
     if not _is_list(filters) or not all(map(_is_list, filters)):
         raise ValueError(f"pack.where: {filters!r} is not a list of clauses; {_FORM}")
     any_of = filters if all(_is_list(one) for own in filters for one in own) else [filters]
@@ -50,14 +50,14 @@ def _parse_clause(clause: Any) -> tuple[str, str, Any]:
 
 
 def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
-    """The samples that filters do not choose. A clause fails where its field has no such value.
-    Raises StageError if no sample has a field."""
+    """Set aside the samples that filters do not choose. A clause fails where its field has no such
+    value. Raises StageError if no sample has a field."""
     any_of = parse_filters(filters)
     columns = dict.fromkeys(column for all_of in any_of for column, *_ in all_of)
     names = [column.partition(" ")[2] for column in columns]
     absent = set(names)
     texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for name in names))
-    found = [np.empty(0, np.int32)]  # places in texts; -1: chosen
+    found = [np.empty(0, np.int32)]  # indices into texts; -1: chosen
     for part in samples.parts("kept"):
         fields = {name: pc.map_lookup(part["kept"], name, "first") for name in names}
         absent -= {name for name, field in fields.items() if field.null_count < len(field)}
@@ -83,7 +83,7 @@ def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
 
 
 def _values(field: pa.ChunkedArray, column: str) -> list[Any]:
-    """Return the number, exact, or the text that each sample has in a field, or None."""
+    """Return each sample's number, exact, or text in a field, or None."""
     number, text = (pc.struct_field(field, one) for one in ("number", "text"))
     is_integer = pc.match_substring_regex(text, "^[+-]?[0-9]+$").fill_null(False)
     if column.startswith("text "):

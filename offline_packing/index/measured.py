@@ -1,4 +1,4 @@
-"""Values of a row of the index: the stamp of a sample's files, and its prefix."""
+"""Columns of the index: the stamp of a sample's files, and its prefix."""
 
 import os
 import struct
@@ -13,10 +13,10 @@ from offline_packing.sources.roots.roots import MediaRoot
 from task_encoders.sample_encoder import Prefix
 from task_encoders.samples.medium_options import MediumOptions, options_json
 
-#: Bytes of a medium that are hashed: the first request to remote storage brings them.
+#: The number of a medium's bytes that are hashed: the first request to remote storage reads them.
 HASHED_BYTES: Final = 1 << 14
 
-#: Name of the times in --accept-mismatch; not a field of a fingerprint.
+#: The name of stamps in --accept-mismatch; not a field of a fingerprint.
 MODIFICATION_TIME: Final = "modification_time"
 
 _PREFIX: Final = tuple(f"prefix_{name}" for name in ("hash", "media", "tokens", "images", "videos"))
@@ -24,7 +24,7 @@ _NO_PREFIX: Final = dict.fromkeys(_PREFIX, 0)
 
 
 def modification_time(root: object, container: str) -> int:
-    """Modification time in ns; 0 for a remote or missing file."""
+    """Return a file's modification time in ns; 0 for a remote or missing file."""
     if not isinstance(root, MediaRoot):
         return 0
     try:
@@ -39,21 +39,16 @@ def sample_stamp(
     media: Iterable[Locator],
     time_of: Callable[[object, str], int] = modification_time,
 ) -> int:
-    """Stamp of 64 bits, which changes when a file of the sample is written to or removed, even if
-    its size does not.
+    """Hash the modification times of a sample's files to 64 bits, which change when one is written
+    to or removed, even if its size does not. `time_of` is `modification_time`, or a cache of it.
 
-    They cover the modification times of the files that the sample lies in. Hashing their content
-    would mean reading all media twice; a time costs one call per file. Remote objects have no
-    stamp: they are replaced as a whole, and their size is checked when they are read. Data that
-    were copied without their times look edited: `--accept-mismatch modification_time` takes their
-    word for it.
-
-    Args:
-        time_of: `modification_time`, or a cache of it.
+    Hashing contents would read all media twice. Remote objects have no stamp: they are replaced as
+    a whole, and their size is checked when they are read. Data that were copied without their times
+    look edited: `--accept-mismatch modification_time` accepts them.
     """
     times = [time_of(source.root, record.container)]
     for locator in media:
-        # Same as in Source.read_media: a medium that is a file of its own may lie under image_root.
+        # Same as in Source.read_media: a medium that is a whole file may be under image_root.
         root = source.media if locator.kind == "file" else source.root
         times.append(time_of(root, locator.container))
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))
@@ -68,11 +63,10 @@ def prefix_row(
     """Return a row's columns of a prefix.
 
     Args:
-        media_hashes: `hash_medium` of its media.
-        media: a hash of all bytes of each of its media where they were at hand, otherwise of its
-            place (`hash_place`). The other hashes cover some bytes only: samples share a prefix
-            where these are equal, too, or where the files are found to be.
-        options: of its media. Two clips of one file are not alike.
+        media_hashes: `hash_medium` of the prefix's media, which covers some bytes only.
+        media: a hash of all bytes of each of these media, or `hash_place` where they were not read.
+            Samples share a prefix if these are equal, too, or if the files are.
+        options: options of these media: two clips of one file differ.
     """
     if prefix is None:
         return _NO_PREFIX
@@ -84,18 +78,18 @@ def prefix_row(
 
 
 def join_hashes(hashes: Sequence[int]) -> int:
-    """One hash of several, in order."""
+    """Hash several hashes, in order, to one."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(hashes)}Q", *hashes))
 
 
 def hash_medium(num_bytes: int, beginning: bytes) -> int:
-    """xxh3_64 of a medium's size and its first HASHED_BYTES bytes, so that equal files have one
-    hash wherever they lie: in remote storage any other place would be a request."""
+    """Hash a medium's size and first HASHED_BYTES bytes: equal files have one hash wherever they
+    are, and bytes farther on would be another request to remote storage."""
     digest = xxhash.xxh3_64(num_bytes.to_bytes(8, "little"))
     digest.update(beginning[:HASHED_BYTES])
     return digest.intdigest()
 
 
 def hash_place(source_id: int, medium: Locator) -> int:
-    """xxh3_64 of where a medium lies."""
+    """Hash the location of a medium."""
     return xxhash.xxh3_64_intdigest(orjson.dumps([source_id, *medium]))

@@ -1,7 +1,7 @@
 """Records that samples are made of, and content that several samples share.
 
 Most samples are one whole record. A long conversation that `pack.on_overlong: split_turns` cuts is
-one record in several samples, its parts, which stand in the index one after the other.
+one record in several samples, its parts, which are neighbors in the index.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +24,8 @@ _OWN: Final = np.uint64(1 << 63)
 
 
 def places_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Places of the hashes that stand in several, ascending. Sorted without their places, they take
-    a quarter of the memory, and few are looked for again."""
+    """Return the indices of all hashes that occur more than once, ascending. Sorting the values
+    alone takes a quarter of argsort's memory."""
     ordered = np.sort(hashes)
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     del ordered
@@ -37,15 +37,12 @@ def places_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
-    """Contents that keep samples in one split, part by part of the index.
+    """Yield, for each part of the index, the contents that keep samples in one split: the part's
+    slice of all samples, and of (num_contents,) contents the row in the part and the hash.
 
-    A sample has its group, or else its images and videos; without any, and for the parts of a
-    conversation, its own content: all texts and media of its record.
-
-    Yields:
-        the part's place among the samples; and of its (num_contents,) contents the row in the part
-        and the hash. Hashes of samples' own contents have the highest bit, so that the least hash
-        of a conversation is that of a picture, where any of its parts shows one.
+    The content of a sample is its group, or else its images and videos; without any, and for parts
+    of a conversation, also all texts and media of its record. Such a hash has the highest bit, so
+    that the least hash of a conversation is that of a picture, where any of its parts shows one.
     """
     columns = ["group_hash", "media_hash", "sample_hash"]
     if samples.info.split:
@@ -70,8 +67,8 @@ def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
 
 
 def most_shown(samples: Index) -> tuple[int, str]:
-    """The number of samples that show the most frequent image or video, and the key of the first of
-    them; (0, "") if no two samples share one."""
+    """Count the samples that show the most frequent image or video; return the count and the key
+    of the first of them, or (0, "") if no two samples share one."""
     found = [np.empty(0, np.uint64)]
     for part in samples.parts("media_hash"):
         media = part["media_hash"].combine_chunks()
@@ -91,22 +88,20 @@ def most_shown(samples: Index) -> tuple[int, str]:
     raise KeyError(medium)
 
 
-#: Columns that say which records samples are made of.
+#: Columns that decide which records samples are made of.
 RECORD_COLUMNS: Final = ("key", "content_hash", "source_id", "part")
-#: End of the turns of a record that is not cut.
-_ALL: Final = 2**31 - 1
-#: Keys that are Python objects at a time.
+#: The number of keys that are Python objects at a time.
 _KEYS_AT_ONCE: Final = 1 << 17
 
 
 def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
-    """(num_samples,) the number of each sample's record: [0, 1, 1, 1, 2] if the second is cut."""
+    """Number each sample's record, (num_samples,): [0, 1, 1, 1, 2] if the second is cut."""
     if not samples.info.split:
         return np.arange(samples.info.num_samples)
     begins = [np.empty(0, bool)]
     for rows in samples.parts("key_hash", "sample_hash", "part"):
         first = pc.fill_null(pc.struct_field(rows["part"], "first"), -1).to_numpy()
-        # Parts of a record have its hashes, and are in order; parts of a copy of it begin again.
+        # Parts of a record have its hashes, and are in order; parts of its copy start again.
         is_same = (first[1:] > first[:-1]) & (first[:-1] >= 0)
         for name in ("key_hash", "sample_hash"):
             hashes = rows[name].to_numpy()
@@ -116,8 +111,8 @@ def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
 
 
 def find_duplicates(samples: Index) -> SampleIds:
-    """Samples of records whose key an earlier record of the same source has, ascending. Equal
-    hashes are found by sorting; the few records that have one are compared by their keys."""
+    """Find the samples of records whose key an earlier record of the same source has, ascending.
+    Equal hashes are found by sorting; only their records are compared by keys."""
     numbers = record_numbers(samples)
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
     suspects = places_of_equal(samples.array("key_hash")[firsts])
@@ -130,18 +125,18 @@ def find_duplicates(samples: Index) -> SampleIds:
 
 
 def record_counts(samples: Index, packed: SampleIds) -> dict[str, int]:
-    """Records read, packed in some samples, and set aside, each counted once; empty where each
-    sample is one record. A conversation of which any part is packed counts as packed."""
+    """Count the records read, packed, and set aside; return {} if each sample is one record. A
+    conversation is packed if any of its parts is."""
     info = samples.info
     if not info.split:
         return {}
-    in_packs, read = len(np.unique(record_numbers(samples)[packed])), info.num_records
-    read += info.num_set_aside
+    in_packs = len(np.unique(record_numbers(samples)[packed]))
+    read = info.num_records + info.num_set_aside
     return {"read": read, "packed": in_packs, "set_aside": read - in_packs}
 
 
 def records_of(rows: pa.Table) -> pa.Table:
-    """key, content_hash and source_id of the record of each sample with RECORD_COLUMNS, and the
+    """Return key, content_hash and source_id of the record of each row with RECORD_COLUMNS, and the
     turns from `first` to `end` that the sample trains of it; null: all."""
     keys = pc.coalesce(pc.struct_field(rows["part"], "key"), rows["key"])
     turns = {name: pc.struct_field(rows["part"], name) for name in ("first", "end")}
@@ -151,7 +146,7 @@ def records_of(rows: pa.Table) -> pa.Table:
 def own_keys(
     rows: pa.Table, column: str, prefixes: Iterable[tuple[object, str]]
 ) -> Iterator[tuple[Any, pa.RecordBatch]]:
-    """(keys without prefix, rows) of some sources, which a column names, some at a time."""
+    """Yield (keys without prefix, rows) of each source, given as (value of `column`, prefix)."""
     for batch in rows.to_batches(max_chunksize=_KEYS_AT_ONCE):
         for source, prefix in prefixes:
             is_source = pc.equal(batch[column], source)
@@ -160,13 +155,13 @@ def own_keys(
 
 
 def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:
-    """The number of records in some samples; and how often a record, or turns of a cut one, are in
-    a further sample, which is a fault."""
+    """Count the records in some samples; and how often a record, or turns of a cut one, are in a
+    further sample, which is a fault."""
     packed = np.unique(packed)
     hashes = samples.array("key_hash")[packed]
     turns = [np.empty((2, 0), np.int64)]
     for part in samples.parts("part"):
-        own = (("first", 0), ("end", _ALL))
+        own = (("first", 0), ("end", np.iinfo(np.int32).max))  # of a record that is not cut
         columns = [pc.fill_null(pc.struct_field(part["part"], name), other) for name, other in own]
         turns.append(np.stack([column.to_numpy() for column in columns]))
     begins, ends = np.concatenate(turns, axis=1)[:, packed]

@@ -1,8 +1,8 @@
 """Samples of the index in the order of the packs, whatever the size of the index.
 
-A shard's samples lie all over the index. Those that do not fit in memory are sorted in two
-steps: one pass over the index deals them out to groups of shards, each a scratch file; then
-group after group is read back and put in order.
+A shard's samples are all over the index. If they do not fit in memory, they are sorted in two
+steps: one pass over the index writes them to scratch files, one per group of shards; then each
+group is read back and put in order.
 """
 
 import os
@@ -23,14 +23,13 @@ from offline_packing.storage.files import is_remote
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.packs.manifest import PackColumns
 
-#: Samples held in memory at a time: some 50 MB of index.
+#: The most samples in memory at a time: some 50 MB of index.
 SAMPLES_IN_MEMORY: Final = 1 << 17
-#: Number of groups; each holds a scratch file open.
+#: The most groups; each has an open scratch file.
 _MAX_GROUPS: Final = 256
-_MAX_INT32: Final = 2**31 - 1
-#: Columns of sizes of samples, and the same of their prefixes.
+#: Columns of samples' sizes to those of their prefixes'.
 _OF_PREFIX: Final = {f"num_{name}": f"prefix_{name}" for name in ("tokens", "images", "videos")}
-#: Columns that say which media of a sample are in its prefix.
+#: Columns that decide which media of a sample are in its prefix.
 LEADING: Final = ("num_images", "prefix_images", "prefix_videos")
 
 #: Row numbers of the index, over all parts.
@@ -45,17 +44,20 @@ def samples_of_shards(
     *,
     samples_in_memory: int = SAMPLES_IN_MEMORY,
 ) -> Iterator[pa.Table]:
-    """Columns of the samples of each shard, in the given order. `scratch` is an existing folder;
-    the files in it have no name and vanish with this process. Those of an object storage are among
-    the system's temporary files."""
+    """Yield columns of the samples of each shard, in the given order. Files in the folder `scratch`
+    have no name and vanish with this process; where it is read-only or in object storage, the
+    system's temporary folder is used."""
     none = INDEX_SCHEMA.empty_table().select(list(columns))
     groups = _group(ids_of_shards, samples_in_memory)
-    sorted_ids = [_sorted(group) for group in groups]
+    sorted_ids = []
+    for ids in map(np.concatenate, groups):
+        is_small = ids.max(initial=0) < np.iinfo(np.int32).max  # four bytes each are enough
+        sorted_ids.append(np.sort(ids.astype(np.int32, copy=False) if is_small else ids))
     picked = _pick(samples, none, sorted_ids, samples_in_memory)
     if len(groups) == 1:
         tables = iter([pa.concat_tables([none, *(table for _, table in picked)])])
     else:
-        tables = _through_files(picked, none.schema, len(groups), scratch)
+        tables = _sort_in_files(picked, none.schema, len(groups), scratch)
     for table, ids, group in zip(tables, sorted_ids, groups, strict=True):
         table = table.combine_chunks()
         for own in group:
@@ -63,15 +65,15 @@ def samples_of_shards(
 
 
 def name_samples(samples: Index, ids: SampleIds) -> pa.Table:
-    """source_id and key of some samples, in the given order."""
+    """Return source_id and key of some samples, in the given order."""
     return next(samples_of_shards(samples, ("source_id", "key"), [ids], Path()))
 
 
 def sum_over_grids(
     samples: Index, of_grids: Callable[[npt.NDArray[np.integer]], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """(num_samples,) sum over the media of each sample of a number that follows from a medium's
-    grid: `of_grids` takes (num_media, 3), (t, h, w) in patches, and gives (num_media,)."""
+    """Sum a quantity of media over each sample: (num_samples,). `of_grids` computes it from grids
+    (num_media, 3), (t, h, w) in patches."""
     sums = []
     for table in samples.parts("grid_thw"):
         grids = table["grid_thw"].combine_chunks()
@@ -82,8 +84,8 @@ def sum_over_grids(
 
 
 def is_leading(rows: pa.Table, owner: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """(num_media,) whether each medium is in its sample's prefix. `rows` have the columns LEADING;
-    `owner` (num_media,), ascending, is the row of each medium."""
+    """Return (num_media,) whether each medium is in its sample's prefix. `rows` have the columns
+    LEADING; `owner` (num_media,) is each medium's row, ascending."""
     images, leading, videos = (rows[name].to_numpy()[owner] for name in LEADING)
     counts = np.bincount(owner, minlength=len(rows))
     place = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
@@ -91,9 +93,9 @@ def is_leading(rows: pa.Table, owner: npt.NDArray[np.integer]) -> npt.NDArray[np
 
 
 class Prefixes(Index):
-    """An index of what samples may share with others: their prefixes as samples of their own, in
-    the columns of tokens, loss and media; other columns are the samples'. A further branch of a
-    tree adds any quantity of its sample less that of its prefix."""
+    """View of an index in which each row describes the sample's shareable prefix, in the columns of
+    tokens, loss and media; other columns are unchanged. A further branch of a tree adds the
+    quantity of its sample less that of its prefix."""
 
     def __init__(self, samples: Index) -> None:
         self.__dict__.update(vars(samples))
@@ -126,8 +128,8 @@ class Prefixes(Index):
 def of_uses(
     samples: Index, plan: PackPlan, values: Callable[[Index], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """Return the amount that each of a plan's `sample_ids` adds to its pack: (…, num_packed).
-    `values` gives a quantity of all samples of an index, (…, num_samples)."""
+    """Return what each of a plan's `sample_ids` adds to its pack, (…, num_packed), of a quantity
+    that `values` computes of all samples of an index, (…, num_samples)."""
     own = values(samples)[..., plan.sample_ids]
     if plan.branches is not None:
         own = own - values(Prefixes(samples))[..., plan.sample_ids] * plan.branches
@@ -135,7 +137,7 @@ def of_uses(
 
 
 class SampleFlops(NamedTuple):
-    """Forward operations of samples, float32 (num_samples,) each."""
+    """Forward operations of samples, each float32 (num_samples,)."""
 
     tower: npt.NDArray[np.float32]
     language: npt.NDArray[np.float32]
@@ -147,7 +149,7 @@ class SampleFlops(NamedTuple):
 
 
 def sample_flops(samples: Index, cost: ModelCost) -> SampleFlops:
-    """The operations of every sample; patches attend within an image, or a step of a video."""
+    """Compute each sample's operations; patches attend within an image, or a step of a video."""
 
     def of_grids(grids: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
         steps, height, width = grids.T.astype(np.float32)
@@ -158,8 +160,8 @@ def sample_flops(samples: Index, cost: ModelCost) -> SampleFlops:
 
 
 def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
-    """The table with the keys of copies, 'a/17', 'a/17#2', 'a/17#3': `copies` (num_samples,) are
-    their numbers, 0 for the first use."""
+    """Number the keys of copies: 'a/17', 'a/17#2', 'a/17#3'. `copies` (num_samples,) is 0 for the
+    first use."""
     numbers = pa.array(copies + 1).cast(pa.large_string())
     named = pc.binary_join_element_wise(table["key"], numbers, pa.scalar("#", numbers.type))
     keys = pc.if_else(pa.array(copies > 0), named, table["key"])
@@ -168,8 +170,8 @@ def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
 
 
 def hash_keys(samples: Index, ids: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
-    """(num_ids,) `key_hash` of the keys of samples; `copies` (num_ids,) are their numbers where
-    some are copies. Keys of copies, and of parts of a conversation, are hashed again."""
+    """Return (num_ids,) `key_hash` of samples' keys; `copies` (num_ids,) as in `name_copies`, if
+    there are any. Keys of copies, and of parts of a conversation, are hashed again."""
     hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[ids]
     is_other = np.zeros(len(ids), bool) if copies is None else copies > 0
     if samples.info.split:
@@ -187,7 +189,7 @@ def hash_keys(samples: Index, ids: SampleIds, copies: SampleIds | None) -> npt.N
 
 
 def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[list[SampleIds]]:
-    """Consecutive shards that fit in memory together; a larger one stands alone."""
+    """Group consecutive shards that fit in memory together; a larger one is alone."""
     limit = max(samples_in_memory, -(-2 * sum(map(len, ids_of_shards)) // _MAX_GROUPS))
     groups: list[list[SampleIds]] = []
     held = 0
@@ -200,23 +202,14 @@ def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[l
     return groups
 
 
-def _sorted(group: Sequence[SampleIds]) -> SampleIds:
-    """All ids of a group, ascending, in four bytes each where that is enough."""
-    ids = np.concatenate(group)
-    if ids.max(initial=0) < _MAX_INT32:
-        ids = ids.astype(np.int32, copy=False)
-    ids.sort()
-    return ids
-
-
 def _pick(
     samples: Index,
     none: pa.Table,
     sorted_ids: Sequence[SampleIds],
     samples_in_memory: int,
 ) -> Iterator[tuple[int, pa.Table]]:
-    """(group, some of its samples), ascending: of neighboring parts that fit in memory together;
-    parts without any of the ids are not read. `none` is an empty table of this kind."""
+    """Yield (group, some of its samples), ascending, of neighboring parts that fit in memory
+    together; parts without any of the ids are not read. `none` is an empty table of the columns."""
     first, end, held = 0, 0, list[pa.Table]()
 
     def give() -> Iterator[tuple[int, pa.Table]]:
@@ -242,18 +235,17 @@ def _pick(
 
 
 def _places(ids: SampleIds, begin: int, end: int) -> tuple[int, int]:
-    """Places between which sorted ids are in begin..end - 1. Bounds of another type would have all
-    of the ids copied to it."""
+    """Return the slice of sorted ids in begin..end - 1. Bounds of another type would have all ids
+    copied to it."""
     most = np.iinfo(ids.dtype).max
     start, stop = np.searchsorted(ids, np.array([min(begin, most), min(end, most)], ids.dtype))
     return int(start), int(stop)
 
 
-def _through_files(
+def _sort_in_files(
     picked: Iterator[tuple[int, pa.Table]], schema: pa.Schema, num_groups: int, scratch: Path
 ) -> Iterator[pa.Table]:
-    """The samples of each group, by way of an Arrow stream in a scratch file each; where the
-    output is read-only, among the system's temporary files."""
+    """Collect each group's samples in a scratch file, an Arrow stream; yield them by group."""
     where = scratch if not is_remote(scratch) and os.access(scratch, os.W_OK) else None
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with ExitStack() as stack:
@@ -272,34 +264,29 @@ def _through_files(
 def sums_by_source(
     samples: Index, uses: npt.NDArray[np.integer], num_sources: int, columns: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Per source: samples that are `used`, all `uses` of them, and the sums over these of `bytes`
-    (of record and media) and of columns of integers. `uses` is (num_samples,)."""
+    """Sum by source: the samples that are `used`, their `uses` (num_samples,) and, over all uses,
+    `bytes` (of record and media) and columns of integers."""
     names = ("used", "uses", "bytes", *columns)
     sums = {name: np.zeros(num_sources, np.int64) for name in names}
     first = 0
     for number, part in enumerate(samples.parts("source_id", *columns)):
         own = uses[first : first + len(part)].astype(np.int64)
         first += len(part)
-        values = {"used": own > 0, "uses": own, "bytes": own * _sample_bytes(samples.paths[number])}
+        with open_table(samples.paths[number]) as file:  # sizes alone, of the record and the media
+            sizes = file.read(columns=["json.size", "media.list.element.size"])
+        media = sizes["media"].combine_chunks()
+        ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
+        in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)
+        in_record = sizes["json"].combine_chunks().field("size").to_numpy()
+        values = {"used": own > 0, "uses": own, "bytes": own * (in_media + in_record)}
         values |= {name: own * part[name].to_numpy() for name in columns}
         for name, column in values.items():
             np.add.at(sums[name], part["source_id"].to_numpy(), column)
     return {name: array.tolist() for name, array in sums.items()}
 
 
-def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
-    """(num_samples,) bytes of the record and the media of each sample in a part of the index."""
-    # Sizes without the other columns of record and media.
-    with open_table(path) as part:
-        table = part.read(columns=["json.size", "media.list.element.size"])
-    media = table["media"].combine_chunks()
-    ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
-    in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)
-    return in_media + table["json"].combine_chunks().field("size").to_numpy()
-
-
 def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
-    """The columns of a plan with ids of the index. The plan has at least one pack."""
+    """Return the columns of a plan with ids of the index, which has at least one pack."""
     flops = of_uses(samples, packs, lambda index: np.stack(sample_flops(index, cost)))
     media = media_of_samples(samples.array)
     ids, starts = packs.sample_ids, packs.pack_offsets[:-1]
@@ -308,5 +295,5 @@ def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
 
 
 def media_of_samples(column: Callable[[str], npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
-    """(num_samples,) as `PackColumns.media`; `column` gives a column of the index."""
+    """Return (num_samples,) kinds of media as in `PackColumns.media`; `column` reads the index."""
     return (column("num_images") > 0).astype(np.uint8) + 2 * (column("num_videos") > 0)

@@ -1,5 +1,5 @@
-"""Samples set aside: unplanned ones of an index with their reasons, as arrays, since they can be
-almost all; and the tables of an output, read again."""
+"""Samples set aside, with their reasons: samples of an index as arrays, since they can be almost
+all; and the tables of an output."""
 
 import itertools
 from collections import Counter
@@ -18,29 +18,28 @@ from offline_packing.index.rows import SampleIds, name_samples
 from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, escape, open_table
 from task_encoders.storage.paths import REMEDY
 
-#: Samples whose keys are in memory at a time.
+#: The number of samples whose keys are in memory at a time.
 _NAMED_AT_ONCE: Final = 1 << 17
-_READ_AT_ONCE: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class AsideSamples:
-    """Samples set aside, ascending by id, and the number of the reason and detail of each."""
+    """Samples set aside, ascending by id, and the reason and detail of each."""
 
     ids: SampleIds
-    #: (num_samples,) places in texts
+    #: (num_samples,) indices into texts
     codes: npt.NDArray[np.int32]
-    #: (reason, detail)
+    #: pairs of reason and detail
     texts: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, ids: SampleIds, reason: str, detail: str) -> "AsideSamples":
-        """Samples, ascending by id, with one reason."""
+        """Set aside samples, ascending by id, for one reason."""
         return cls(ids, np.zeros(len(ids), np.int32), ((reason, detail),))
 
     @classmethod
     def merge(cls, found: Sequence["AsideSamples"]) -> "AsideSamples":
-        """All samples; a sample in several tables has the first one's reason."""
+        """Merge tables; a sample in several keeps the reason of the first one."""
         if not found:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), ())
         starts = np.cumsum([0, *(len(aside.texts) for aside in found)])
@@ -59,7 +58,7 @@ class AsideSamples:
         return +counts
 
     def first(self, reason: str) -> tuple[int, str] | None:
-        """The first sample set aside for a reason, and its detail."""
+        """Return the first sample set aside for a reason, and its detail."""
         numbers = [i for i, text in enumerate(self.texts) if text[0] == reason]
         places = np.flatnonzero(np.isin(self.codes, numbers))
         if not len(places):
@@ -67,7 +66,7 @@ class AsideSamples:
         return int(self.ids[places[0]]), self.texts[self.codes[places[0]]][1]
 
     def tables(self, samples: Index, sources: Sequence[str]) -> Iterator[pa.Table]:
-        """The rows of the set-aside table, some at a time. `sources` are the paths of all."""
+        """Yield the rows of the set-aside table, some at a time. `sources` are paths by id."""
         paths = pa.array([escape(path) for path in sources], pa.string())
         reasons = pa.array([reason for reason, _ in self.texts], pa.string())
         details = pa.array([escape(detail) for _, detail in self.texts], pa.large_string())
@@ -86,7 +85,7 @@ class AsideSamples:
 
 @dataclass(frozen=True, slots=True)
 class AsideGroup:
-    """Samples of one source that were set aside for one reason; `key` and `detail` of the first."""
+    """Samples of one source, set aside for one reason; `key` and `detail` of the first."""
 
     source: str
     reason: str
@@ -96,13 +95,13 @@ class AsideGroup:
 
 
 def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iterator[pa.Table]:
-    """Rows of SET_ASIDE_SCHEMA, some at a time; only with these reasons, if any are named. Raises
-    StageError if a table is gone or damaged."""
+    """Yield rows of SET_ASIDE_SCHEMA, some at a time, of these reasons or of all. Raises StageError
+    if a table is gone or damaged."""
     wanted = pa.array(sorted(reasons), pa.string())
     for path in paths:
         try:
             with open_table(path) as file:
-                for batch in file.iter_batches(_READ_AT_ONCE):
+                for batch in file.iter_batches():
                     rows = pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
                     yield rows.filter(pc.is_in(rows["reason"], wanted)) if reasons else rows
         except (OSError, pa.ArrowException) as error:
@@ -110,8 +109,8 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
 
 
 def group_set_aside(paths: Iterable[Path], unwritten: Iterable[pa.Table] = ()) -> list[AsideGroup]:
-    """The samples set aside, by source and reason, in the order of the tables, then the ones not
-    written yet. Raises StageError as `read_set_aside`."""
+    """Group the samples set aside by source and reason, those of the files before those not written
+    yet. Raises StageError as `read_set_aside`."""
     found: dict[tuple[str, str], AsideGroup] = {}
     for table in itertools.chain(read_set_aside(paths), unwritten):
         grouped = table.group_by(["source", "reason"], use_threads=False).aggregate(

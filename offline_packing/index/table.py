@@ -5,8 +5,8 @@
     _packing/repeated/part-00000.npy        rows of a part whose id an earlier record has
     _packing/measure.json                   the receipt: files, counts, inputs; written last
 
-A sample's id is its row number over all parts. Containers are paths relative to the source's root,
-so that data and index can move.
+A sample's id is its row number over all parts. Containers are relative to the source's root, so
+that data and index can move.
 """
 
 import json
@@ -40,8 +40,7 @@ from task_encoders.storage.paths import REMEDY, path_of
 
 INDEX_VERSION: Final = 4
 
-#: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
-#: and the warning.
+#: Warnings of IndexInfo.common: the least number and share of all samples, and the text.
 _COMMON: Final = MappingProxyType(
     {
         "copies": (1, 0, "samples repeat an earlier one, such as {!r}"),
@@ -55,7 +54,7 @@ _COMMON: Final = MappingProxyType(
 class IndexInfo:
     """The receipt of an index."""
 
-    #: its inputs
+    #: inputs of the stage
     fingerprint: dict[str, str | int | bool]
     versions: dict[str, str]
     #: rows of each part, in order
@@ -64,11 +63,11 @@ class IndexInfo:
     set_aside: dict[str, NonNegative]
     #: image files that no sample uses
     num_unused_images: NonNegative = 0
-    #: unused parts of samples, such as a field with media -> the estimated number of samples
+    #: unused parts of samples, such as a field with media: the estimated number of samples
     #: (measure/diagnosis.py), and an example with its content
     lost: dict[str, tuple[int, str]] = field(default_factory=dict)
-    #: numbers of samples with the same content, and an example: `copies` of earlier ones, samples
-    #: with the most frequent image or video (`media`), an estimate for the most frequent answer
+    #: numbers of samples with equal content, and an example: `copies` of earlier ones, samples with
+    #: the most frequent image or video (`media`) and, estimated, the most frequent answer
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: NonNegative = 0
@@ -78,14 +77,15 @@ class IndexInfo:
     num_skipped: NonNegative = 0
     #: samples with loss weights other than 0 and 1
     num_weighted: NonNegative = 0
-    #: images and videos of samples that are longer than the bytes in their hash
+    #: images and videos of which only a part is in their hash
     num_part_hashed: NonNegative = 0
     #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of each file, by its name relative to the output
     files: dict[FileName, str] = field(default_factory=dict)
-    #: options of each source, without the ones that change no row; and its number of parts
+    #: options of each source, without the ones that change no row
     sources: list[dict[str, Any]] = field(default_factory=list)
+    #: number of parts of each source
     source_parts: list[NonNegative] = field(default_factory=list)
     version: Literal[4] = INDEX_VERSION
 
@@ -112,10 +112,9 @@ class IndexInfo:
 
     @property
     def splitting(self) -> str:
-        """Line that says how many conversations were cut; empty if none was."""
-        if not self.split:
-            return ""
-        return "{conversations:,} were cut into {samples:,} samples".format_map(self.split)
+        """Line with the number of conversations that were cut; empty if none was."""
+        line = "{conversations:,} were cut into {samples:,} samples"
+        return line.format_map(self.split) if self.split else ""
 
     @property
     def warnings(self) -> list[str]:
@@ -130,9 +129,8 @@ class IndexInfo:
                 f"{example}), trained as text; where the checkpoint knows them as control tokens: "
                 f"model.control_tokens: {json.dumps(tokens, ensure_ascii=False)}"
             )
-        for what, (count, example) in sorted(self.lost.items()):
-            if what in spelled:
-                continue
+        for what in sorted(self.lost.keys() - {*spelled}):
+            count, example = self.lost[what]
             such = f", such as {example}" if example else ""
             lines.append(f"{what} (about {count:,} samples{such})")
         if self.num_unused_images:
@@ -158,13 +156,11 @@ class IndexInfo:
 
     @classmethod
     def of(cls, receipt: Receipt, path: Path) -> "IndexInfo":
-        """Return a receipt that was read from `path` as what it says of an index."""
+        """Parse a receipt that was read from `path`. Raises StageError as `load`."""
         content = {**receipt.facts, "fingerprint": receipt.inputs, "files": receipt.files}
         if (version := content.get("version")) != INDEX_VERSION:
-            raise StageError(
-                f"{path} has format version {version}, this version reads {INDEX_VERSION}; measure "
-                "again with another output.path"
-            )
+            why = f"has format version {version}, this version reads {INDEX_VERSION}"
+            raise StageError(f"{path} {why}; measure again with another output.path")
         try:
             found: IndexInfo = adapter(IndexInfo).validate_python(content)
         except ValidationError as error:
@@ -184,18 +180,18 @@ _KEPT_VALUE: Final = pa.struct({"number": pa.float64(), "text": pa.string()})
 _PART_FIELDS: Final = [
     pa.field("key", pa.large_string()),
     pa.field("json", pa.struct(LOCATOR_FIELDS)),
-    pa.field("media", pa.list_(pa.int32())),  # places among the sample's; -1: not shown
+    pa.field("media", pa.list_(pa.int32())),  # indices among the sample's media; -1: not shown
     pa.field("num_videos", pa.int32()),
     *(pa.field(name, pa.int32()) for name in ("begin", "first", "end")),
 ]
 INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
-        # xxh3_64 of "source_id/key"; for a part of a conversation, of its record's key
+        # xxh3_64 of "source_id/key", where a part of a conversation has its record's key
         pa.field("key_hash", pa.uint64()),
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
-        # of its texts and media; for a part of a conversation, of its record's
+        # of all texts and media of the sample's record
         pa.field("sample_hash", pa.uint64()),
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
@@ -205,24 +201,23 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_images", pa.int32()),
         pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
-        # what the layout does not hold of it, and tokens that its reader adds: see Layout.unfit
+        # why the layout cannot hold the sample, and tokens that its reader adds: see Layout.unfit
         pa.field("unfit", pa.string()),
         pa.field("room", pa.int32()),
-        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
+        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium in turn
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see measured.py
         pa.field("json", pa.struct(LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
         pa.field("media_hash", pa.large_list(pa.uint64())),  # of the bytes of each medium
-        # of the beginning that a sample may share, its trunk: see `prefix_row` in measured.py;
-        # all 0 where there is none
+        # of the beginning that a sample may share, see `prefix_row` in measured.py; 0: none
         pa.field("prefix_hash", pa.uint64()),
         pa.field("prefix_media", pa.uint64()),
         *(pa.field(f"prefix_{name}", pa.int32()) for name in ("tokens", "images", "videos")),
-        pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
-        # of source.keep, by place, see `kept_value`; null: nothing is kept
+        pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: none
+        # of source.keep, by field, see `kept_value`; null: nothing is kept
         pa.field("kept", pa.map_(pa.string(), _KEPT_VALUE)),
-        # the record that this is a part of; then json has the size of the turns that the sample has
-        # of it. None: the whole record at json
+        # the record that this is a part of; json then has the size of the part's turns. null: the
+        # sample is the whole record at json
         pa.field("part", pa.struct(_PART_FIELDS)),
     ]
 )
@@ -237,12 +232,12 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 
 
 def escape(text: str) -> str:
-    """Text that can be stored: lone surrogates, as in names that are not UTF-8, as \\udcff."""
+    """Write lone surrogates, as in names that are not UTF-8, as \\udcff, to be stored."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def key_hash(source_id: int, key: str) -> int:
-    """Identity of a record, or of a sample, in 8 bytes."""
+    """Hash the identity of a record, or of a sample, to 8 bytes."""
     return xxhash.xxh3_64_intdigest(f"{source_id}/{key}".encode())
 
 
@@ -250,8 +245,8 @@ def key_hash(source_id: int, key: str) -> int:
 def table_writer(
     path: Path, schema: pa.Schema, notes: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Callable[[pa.Table], None]]:
-    """Write a Parquet file table by table; it is complete if the block succeeds, and absent
-    otherwise. `notes` go into the file's metadata as they are at the end."""
+    """Write a Parquet file table by table, which is absent if the block fails. `notes`, as they are
+    at the end, go into the file's metadata."""
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         yield writer.write_table
         if notes:
@@ -260,7 +255,7 @@ def table_writer(
 
 @contextmanager
 def open_table(path: Path) -> Iterator[pq.ParquetFile]:
-    """A Parquet file to read from, mapped into memory if it is local."""
+    """Open a Parquet file for reading, mapped into memory if it is local."""
     if is_remote(path):
         with path.open("rb") as file, pq.ParquetFile(file) as table:
             yield table
@@ -270,12 +265,12 @@ def open_table(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def part_name(number: int) -> str:
-    """File name of a part."""
+    """Return the file name of a part."""
     return f"part-{number:05d}.parquet"
 
 
 def load_info(output: str) -> IndexInfo:
-    """index.json of an output that format index names. Raises StageError if there is none."""
+    """Load the receipt of an index that format index names. Raises StageError if there is none."""
     info = IndexInfo.load(path_of(output) / "_packing")
     if info is None:
         raise StageError(f"{output} has no complete index to read; run measure there first")
@@ -283,7 +278,7 @@ def load_info(output: str) -> IndexInfo:
 
 
 class Index:
-    """A complete index, read column by column."""
+    """Columns of a complete index."""
 
     def __init__(self, folder: Path, info: IndexInfo) -> None:
         self._folder = folder
@@ -292,22 +287,22 @@ class Index:
         self.info = info
 
     def table(self, *columns: str) -> pa.Table:
-        """Columns of all rows; every column where none is named. Raises StageError as `part`."""
+        """Return columns of all rows, all columns by default. Raises StageError as `part`."""
         none = INDEX_SCHEMA.empty_table().select(list(columns or INDEX_SCHEMA.names))
         return pa.concat_tables([none, *self.parts(*none.column_names)])
 
     def parts(self, *columns: str) -> Iterator[pa.Table]:
-        """Columns of the rows, part by part. Raises StageError as `part`."""
+        """Yield columns of each part. Raises StageError as `part`."""
         return read_each(
             self._folder, lambda number: self.part(number, *columns), range(len(self.paths))
         )
 
     def part(self, number: int, *columns: str) -> pa.Table:
-        """Columns of one part, where records of a repeated id have keys of their own. Raises
-        StageError if a file is missing, or has another number of rows than the receipt says."""
+        """Return columns of one part; records of a repeated id have unique keys. Raises StageError
+        if a file is missing, or has another number of rows than the receipt says."""
         path, rows = self.paths[number], self.info.part_rows[number]
         repeated = path.parent.with_name("repeated") / f"{path.stem}.npy"
-        renames = not _KEYS.isdisjoint(columns) and self._is_recorded(repeated)
+        renames = not _KEYS.isdisjoint(columns) and self._hash_of(repeated) is not None
         wanted = [*dict.fromkeys((*columns, *_NEEDED))] if renames else list(columns)
         try:
             with open_table(self._at_hand(path)) as file:
@@ -318,21 +313,19 @@ class Index:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DamagedError(f"index part {path} cannot be read: {error}; {REMEDY}") from error
         if len(table) != rows:
-            raise DamagedError(
-                f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
-            )
+            raise DamagedError(f"{path} has {len(table)} rows, {rows} were written; {REMEDY}")
         return table.select(list(columns))
 
-    def _is_recorded(self, path: Path) -> bool:
-        return f"_packing/{path.parent.name}/{path.name}" in self.info.files
+    def _hash_of(self, path: Path) -> str | None:
+        return self.info.files.get(f"_packing/{path.parent.name}/{path.name}")
 
     def _at_hand(self, path: Path) -> Path:
-        """Return a file, or its copy: stages ask for column after column of those in storage."""
-        expected = self.info.files.get(f"_packing/{path.parent.name}/{path.name}")
+        """Return a file, or its local copy: stages read column after column."""
+        expected = self._hash_of(path)
         return path if expected is None else kept_copy(path, expected)
 
     def array(self, column: str) -> npt.NDArray[Any]:
-        """A numeric column as an array (num_samples,)."""
+        """Return a numeric column as an array (num_samples,)."""
         kind = INDEX_SCHEMA.field(column).type
         # Not `to_pandas_dtype`: pyarrow 21 would import pandas.
         dtype = pa.nulls(0, kind).to_numpy(zero_copy_only=False).dtype
@@ -348,13 +341,14 @@ def repeated_key(key: str, content_hash: int) -> str:
     return f"{key}@{content_hash:016x}"
 
 
-#: Columns that a key of their own changes, and the others that say how.
+#: Columns that `rename` changes.
 _KEYS: Final = frozenset(("key", "key_hash", "part"))
+#: Columns that `rename` needs.
 _NEEDED: Final = (*_KEYS, "content_hash", "source_id")
 
 
 def rename(table: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Give some rows of a part, with the columns _NEEDED, keys that follow from their content."""
+    """Add a hash of the content to the keys of some rows of a part, with the columns _NEEDED."""
     names = [name for name in INDEX_SCHEMA.names if name in _NEEDED]
     changed = table.select(names).take(rows).to_pylist()
     for row in changed:

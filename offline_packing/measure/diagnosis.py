@@ -71,7 +71,7 @@ class Diagnosis:
                 del answers[rare]
 
     def notes(self) -> dict[str, Any]:
-        """The counts that `estimate` takes, as JSON."""
+        """Return the counts that `estimate` takes, as JSON."""
         answers = [dict(one.most_common(_KEPT)) for one in self._answers]
         return {"lost": self._lost, "answers": answers, "examples": self._examples}
 

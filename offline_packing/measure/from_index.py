@@ -36,8 +36,8 @@ class IndexPart(NamedTuple):
 
 
 def scan_index(config: PackingConfig, source_id: int) -> Scan:
-    """The parts of a source's index that hold its samples. Raises StageError if the index is not
-    complete, or measuring with these settings would give other rows."""
+    """List the parts of a source's index that hold its samples. Raises StageError if the index is
+    not complete, or if measuring with these settings would give other rows."""
     output = str(config.source[source_id].index)
     workspace, info = Workspace(path_of(output).resolve()), index.load_info(output)
     prefixes = [str(info.fingerprint[f"source.{i}.key_prefix"]) for i in range(len(info.sources))]

@@ -74,14 +74,14 @@ def repeated_rows(samples: Index) -> list[npt.NDArray[np.int64]]:
 
 
 def first_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """(num_rows,): the first row that has the same hash, [7, 9, 7, 9] -> [0, 1, 0, 1]."""
+    """Return (num_rows,) the first row with the same hash: [7, 9, 7, 9] -> [0, 1, 0, 1]."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return np.asarray(first[inverse])
 
 
 def skip_fingerprint(config: SourceOptions, longest: int) -> str:
-    """Changes when a skipped output does, or what of it is new to packs whose `longest` sample has
-    this many tokens. Raises StageError if an output is not complete."""
+    """Return a hash that changes when a skipped output changes, or when another `longest` sample of
+    the packs makes samples of it new. Raises StageError if an output is not complete."""
     parts = []
     for path in config.outputs_skipped:
         workspace, info, _, new = _complete_output(path, longest)
@@ -123,7 +123,7 @@ class NewRecords:
 
 
 def is_known(source: Source, record: SourceRecord) -> bool:
-    """Whether an output of source.skip packed a record, or set it aside."""
+    """Tell whether an output of source.skip packed a record, or set it aside."""
     if source.is_known(record.key):
         return True
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
@@ -140,8 +140,8 @@ def is_known(source: Source, record: SourceRecord) -> bool:
 def _complete_output(
     path: str, longest: int
 ) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]], set[str]]:
-    """A skipped output, its index, the sources of its configuration, and the reasons for which it
-    set samples aside that are new all the same."""
+    """Open a skipped output. Return its workspace, its index, the sources of its configuration, and
+    the reasons for which it set samples aside that are new all the same."""
     workspace = Workspace(path_of(path))
     manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.packing)
     if manifest is None or info is None:
@@ -161,7 +161,7 @@ def _complete_output(
 
 
 def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
-    """Hashes of the keys, without prefix, of a source's samples in the outputs that it skips."""
+    """Hash the keys, without prefix, of a source's samples in the outputs that it skips."""
     packed: list[Hashes] = []
     shared: list[Hashes] = []
     aside: list[Hashes] = []
@@ -206,7 +206,8 @@ def _prefixes(
     sources: Sequence[Mapping[str, Any]],
     info: IndexInfo,
 ) -> dict[int, str]:
-    """Sources of an output whose samples may be this source's -> the prefix of their keys."""
+    """Find the sources of an output whose samples may be this source's. Return the prefix of their
+    keys by their numbers."""
     theirs = {i: str(info.fingerprint[f"source.{i}.key_prefix"]) for i in range(len(sources))}
     place = place_of(config.model_dump())
     same = {i: own for i, own in theirs.items() if place_of(sources[i]) == place}
@@ -237,8 +238,8 @@ def _prefixes(
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
-    """xxh3_64 of what a sample trains: its texts, and its media by their options and names, or by
-    their bytes if these are in the record itself."""
+    """Hash (xxh3_64) what a sample trains: its texts, and its media by their options and names, or
+    by their bytes if these are in the record itself."""
     names = (sample.images, sample.videos)
     turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
     tools = [sample.tools] if sample.tools else []
@@ -251,12 +252,12 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
 
 
 def hash_sample(sample: SourceSample, media_hashes: Sequence[int]) -> int:
-    """xxh3_64 of a sample's texts, and of its media by their options and `hash_medium`."""
+    """Hash (xxh3_64) a sample's texts, and its media by their options and `hash_medium`."""
     return xxhash.xxh3_64_intdigest(orjson.dumps([*_texts(sample), media_hashes]))
 
 
 def digest_sample(sample: SourceSample, media: Iterable[bytes]) -> bytes:
-    """xxh3_128 of a sample's texts, and of its media by their options and all their bytes."""
+    """Hash (xxh3_128) a sample's texts, and its media by their options and all their bytes."""
     digest = xxhash.xxh3_128(orjson.dumps(_texts(sample)))
     for data in media:
         digest.update(xxhash.xxh3_128_digest(data))
@@ -274,7 +275,7 @@ def _asked(sample: SourceSample) -> list[Any]:
 
 
 def hash_group(source: Source, content: Mapping[str, Any]) -> int:
-    """xxh3_64 of the field that `source.fields.group` names; 0: the record lacks it."""
+    """Hash (xxh3_64) the field that `source.fields.group` names; 0: the record lacks it."""
     if "group" not in source.fields.named or content.get("group") is None:
         return 0
     return (

@@ -75,7 +75,7 @@ class Cutting:
 
 
 def fits(sample: SourceSample, length: SampleLength, limits: Mapping[str, int]) -> bool:
-    """Whether a sample fits a pack by itself."""
+    """Tell whether a sample fits a pack by itself."""
     sizes = sizes_of(length, sample.images, sample.videos)
     return all(sizes[name] <= limit for name, limit in limits.items())
 
@@ -111,8 +111,8 @@ class Conversation:
         options: SplitTurnsConfig,
         limits: Mapping[str, int],
     ) -> None:
-        """`sizes` (height, width) and `videos` of the sample's media; `limits` on tokens and other
-        quantities of a pack."""
+        """Take the `sizes` (height, width) of the sample's images, its `videos`, and the `limits`
+        of a pack on tokens and other quantities."""
         self.encoder, self.sample, self.record = encoder, sample, record
         self.sizes, self.videos, self.options, self.limits = sizes, videos, options, limits
         turns = sections(self.sample)
@@ -129,9 +129,9 @@ class Conversation:
         self._part = lru_cache(maxsize=4)(self._measure)
 
     def parts(self) -> list[Part]:
-        """The parts; together they train each turn once, and turns between them carry no loss. A
-        turn that is too long by itself is a part that fits no pack. []: no part would fit one.
-        Raises SampleError if no template takes them."""
+        """Cut the conversation. Together its parts train each turn once; turns between them carry
+        no loss. A turn that is too long by itself becomes a part that fits no pack. Return [] if no
+        part would fit one. Raises SampleError if no template takes them."""
         found: list[Part] = []
         first, ends = 0, self._estimate()
         while first < len(self.is_trained):
@@ -143,7 +143,8 @@ class Conversation:
         return found if any(fits(one.sample, one.length, self.limits) for one in found) else []
 
     def _measure(self, cut: _Cut) -> Part:
-        """Raises SampleError where no template takes such a part."""
+        """Measure one part as the sample that it becomes. Raises SampleError where no template
+        takes it."""
         shown = range(self.images[cut.begin], self.images[cut.end])
         clips = range(self.clips[cut.begin], self.clips[cut.end])
         kept = [*shown, *(len(self.sizes) + clip for clip in clips)]
@@ -169,7 +170,7 @@ class Conversation:
         return fits(part.sample, part.length, self.limits)
 
     def _estimate(self) -> npt.NDArray[np.int64]:
-        """(num_exchanges + 1,) about how many tokens stand before each exchange, and in all."""
+        """Estimate (num_exchanges + 1,) how many tokens come before each exchange, and in all."""
         plain = replace(self.sample, system=None, tools="")
         trained = [replace(turn, weight=1.0) for turn in sections(plain)]
 
@@ -189,7 +190,7 @@ class Conversation:
         return np.concatenate([[0], np.cumsum(alone - around)])
 
     def _next(self, first: int, ends: npt.NDArray[np.int64]) -> Part:
-        """The part that begins with an exchange."""
+        """Return the longest part that begins with an exchange."""
         cut = _Cut(self._context(first), first, first + 1)
         if not self._is_fit(cut):
             return self._part(cut)
@@ -212,8 +213,8 @@ class Conversation:
         return self._part(cut._replace(end=end))
 
     def _context(self, first: int) -> int:
-        """The first exchange shown in front of an exchange: the latest ones, up to the configured
-        number, that fit with it; without any, it need not fit."""
+        """Find the first exchange that is shown in front of an exchange: the latest ones, up to the
+        configured number, that fit a pack together with it. Without any, it need not fit."""
         earlier = range(max(0, first - self.options.context_turns), first)
         return earlier.start + bisect_left(
             earlier, True, key=lambda begin: self._is_fit(_Cut(begin, first, first + 1))
@@ -297,7 +298,7 @@ class PartResult:
 
 
 def read_result(paths: tuple[Path, Path]) -> PartResult:
-    """Content of a measured part, from its two tables."""
+    """Read the counts of a measured part from its two tables."""
     with index.open_table(paths[0]) as rows:
         num_tokens = rows.read(["num_tokens"])["num_tokens"]
     with index.open_table(paths[1]) as aside:
@@ -308,7 +309,7 @@ def read_result(paths: tuple[Path, Path]) -> PartResult:
 
 
 def find_unreadable(task: MeasureTask) -> Path | None:
-    """The file that marks a part as measured, if one of its tables is lost, cut or damaged."""
+    """Return the file that marks a part as measured, if a table of it is lost, cut or damaged."""
     try:
         for path in (task.index_path, task.set_aside_path):
             with index.open_table(path) as table:
@@ -399,8 +400,8 @@ class Measuring:
         return self._diagnosis.notes()
 
     def rows(self, records: Iterable[tuple[int, SourceRecord]]) -> Iterator[Row]:
-        """A row of the index or, with a reason, of the set-aside table for each record, or for each
-        part of one; in order. Records come with their number in the part.
+        """Yield the row of each record, or of each of its parts, in order: a row of the index or,
+        with a reason, of the set-aside table. Records come with their number in the part.
 
         Raises:
             StageError: an error that the sample did not cause.
@@ -521,7 +522,7 @@ class Measuring:
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
 
     def _cut(self, found: _Found) -> Sequence[Part]:
-        """The parts of a conversation that fits no pack; none if it stays whole."""
+        """Cut a conversation that fits no pack into parts; return none if it stays whole."""
         cutting = self.task.cutting
         if cutting is None:
             return ()
@@ -554,7 +555,7 @@ class Measuring:
         at: Locator,
         kept: Sequence[int],
     ) -> Row:
-        """The row of a sample, which is a record or a part with some of its media."""
+        """Make the row of a sample, which is a record or a part of one with some of its media."""
         media = [found.media[i] for i in kept]
         prefix, leading, options = length.prefix, list[int](), found.sample.media_options
         if prefix is not None:

@@ -6,6 +6,7 @@ _packing/report/report.json    the same figures
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
+from offline_packing.errors import DamagedError
 from offline_packing.index.rows import name_samples, of_uses, pack_table
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index, IndexInfo
@@ -36,10 +38,17 @@ from offline_packing.runs.figures import (
 from offline_packing.runs.manifest import read_manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
-from offline_packing.storage.files import read_json, to_json, write_atomically
+from offline_packing.storage.files import (
+    hash_bytes,
+    hash_file,
+    read_json,
+    to_json,
+    write_atomically,
+)
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.packs.pack_format import pack_key
+from task_encoders.versions import VERSION
 
 REPORT_VERSION: Final = 2
 #: Packs that are drawn.
@@ -49,11 +58,14 @@ _NUM_EXAMPLES: Final = 5
 _DETAIL_LENGTH: Final = 200
 
 
-def report(run: Run) -> str:
-    """Write the report; returns the numbers of packed and other samples in one line. Raises
-    StageError if not even the index is complete, or a stage was made with other settings. Equal
-    stages give equal bytes."""
+def report(run: Run, *, again: bool = True) -> str:
+    """Write the report, or find it up to date unless `again`; return the numbers of packed and
+    other samples in one line. Raises StageError if not even the index is complete, or a stage was
+    made with other settings. Equal stages give equal bytes."""
     config, workspace = run.config, run.workspace
+    with suppress(DamagedError):
+        if not again and (known := _read(workspace)) and _is_current(run, known):
+            return str(known["verdict"])
     manifest, samples = read_manifest(workspace.root), open_index(run)
     stored = open_plan(run) if workspace.read_plan() else None
     if stored is not None and manifest is not None:
@@ -71,7 +83,7 @@ def report(run: Run) -> str:
     values = as_values(found)
     document = {
         "version": REPORT_VERSION,
-        "made_from": _made_from(workspace, manifest),
+        "made_from": _made_from(run),
         "verdict": _verdict(values, plan, written=manifest is not None),
         "seq_length": config.pack.seq_length,
         "figures": values,
@@ -82,19 +94,30 @@ def report(run: Run) -> str:
     }
     workspace.report.mkdir(parents=True, exist_ok=True)
     page = render_report(document, by_section(found), config.source_names())
+    document["page"] = hash_bytes(page)
     write_atomically(workspace.report / "report.html", page)
     write_atomically(workspace.report / "report.json", to_json(document))
     return str(document["verdict"])
 
 
-def report_status(workspace: Workspace) -> str | None:
-    """Path of the report, and whether it is up to date with the stages; None without one."""
-    document = read_json(workspace.report / "report.json", "run report again")
-    if document is None:
+def report_status(run: Run) -> str | None:
+    """Return the path of the report, and whether it is up to date; None: there is none."""
+    if (document := _read(run.workspace)) is None:
         return None
-    current = _made_from(workspace, read_manifest(workspace.root))
-    old = "" if document.get("made_from") == current else ", out of date: run report again"
-    return f"{workspace.report / 'report.html'}{old}"
+    old = "" if _is_current(run, document) else ", out of date: run report again"
+    return f"{run.workspace.report / 'report.html'}{old}"
+
+
+def _read(workspace: Workspace) -> Any:
+    """Read report.json; return None if there is none."""
+    return read_json(workspace.report / "report.json", "run report again")
+
+
+def _is_current(run: Run, document: Mapping[str, Any]) -> bool:
+    """Tell whether the report of a report.json would be written again as it is."""
+    page = run.workspace.report / "report.html"
+    is_whole = page.is_file() and hash_file(page) == document.get("page")
+    return is_whole and document.get("made_from") == _made_from(run)
 
 
 def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool) -> str:
@@ -117,13 +140,17 @@ def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool)
     return line if written else f"{line}; not written yet: run write"
 
 
-def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
-    """Identity of the stages that a report describes."""
+def _made_from(run: Run) -> dict[str, str | None]:
+    """Identify the stages that a report describes, and the settings that only it depends on."""
+    config, workspace = run.config, run.workspace
     index, plan = IndexInfo.load(workspace.packing), workspace.read_plan()
+    manifest = read_manifest(workspace.root)
+    own = [VERSION, config.report.model_dump(mode="json"), *config.source_names()]
     return {
         "index": None if index is None else index.hash,
         "plan": None if plan is None else plan.facts.hash,
         "shards": None if manifest is None else manifest.content_hash,
+        "settings": hash_bytes(to_json([*own, stored_config(config)])),
     }
 
 

@@ -133,7 +133,7 @@ def load_plan(workspace: Workspace, receipt: PlanReceipt) -> StoredPlan:
 
 
 def plan_fingerprint(run: Run) -> Fingerprint:
-    """Settings that a plan depends on."""
+    """Return the settings that a plan depends on."""
     config, measured = run.config, load_receipt(run.workspace.packing, "measure")
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
@@ -154,8 +154,8 @@ def plan_fingerprint(run: Run) -> Fingerprint:
 
 
 def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
-    """Settings that uses and splits depend on besides the seed; empty if each sample is used once,
-    in the only split."""
+    """Return the settings that repeats, weights and splits depend on besides the seed; empty if
+    each sample is used once, in the only split."""
     fields: dict[str, str | int] = {}
     for i, source in enumerate(config.source):
         if source.repeat != 1:
@@ -175,8 +175,8 @@ def plan_identity(files: Mapping[str, str]) -> str:
 
 
 def key_prefix(run: Run, plan_hash: str) -> str:
-    """Prefix of the keys of an output's packs: as configured; or as the shards of this plan
-    have it; or '3f9c01ab_', which differs between outputs, but is the same for the same files of
+    """Return the prefix of the keys of an output's packs: as configured, or as the shards of this
+    plan have it. Otherwise it is a hash like '3f9c01ab_', which is the same for the same files of
     the source and the same plan."""
     if run.config.output.key_prefix is not None:
         return run.config.output.key_prefix
@@ -190,22 +190,22 @@ def key_prefix(run: Run, plan_hash: str) -> str:
 
 
 def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
-    """Settings that the shards of a plan depend on besides index and source."""
+    """Return the settings that the shards of a plan depend on besides index and source."""
     named = run.config.output.model_copy(update={"key_prefix": key_prefix(run, plan_hash)})
     return layout_fingerprint(named, plan_hash)
 
 
 def generation_of(fingerprint: Fingerprint) -> str:
-    """16 hexadecimal digits of `shards_fingerprint`, which each pack of these shards holds: a
-    reader that finds others opened an output that was written again in the meantime. In another
-    layout, in folders, or with other places of media, they are the same packs."""
+    """Return 16 hexadecimal digits of `shards_fingerprint`, which each pack of these shards holds.
+    A reader that finds other digits opened an output that was written again in the meantime. They
+    do not depend on the layout, on folders, or on the places of media: the packs are the same."""
     same = ("output.layout", "output.media", "output.shards_per_folder")
     own = {name: value for name, value in fingerprint.items() if name not in same}
     return hash_bytes(to_json(own))[:16]
 
 
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
-    """The same of an output's configuration whose key prefix is known."""
+    """Return the settings of `shards_fingerprint` of an output whose key prefix is known."""
     assert output.key_prefix is not None
     return {
         "plan": plan_hash,
@@ -232,7 +232,7 @@ def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> 
 
 
 def config_fingerprint(config: PackingConfig) -> Fingerprint:
-    """The part of the index's fingerprint that the configuration alone determines."""
+    """Return the part of the index's fingerprint that the configuration alone determines."""
     fields: dict[str, str | int] = {
         f"model.{name}": value for name, value in open_encoder(config.model).fingerprint.items()
     }

@@ -1,7 +1,6 @@
 """Figures of samples and their plan: `plan` prints them, `report` shows them on a page and as JSON.
 
-A figure is a row, a table or bars of a section. Each feature yields its own: text, page and JSON
-show whatever is there.
+A figure is a row, a table or bars of a section. Each feature yields its own figures.
 """
 
 import itertools
@@ -17,12 +16,7 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig, SharePrefixesConfig
 from offline_packing.index.records import record_numbers
-from offline_packing.index.rows import (
-    media_of_samples,
-    of_uses,
-    pack_table,
-    sums_by_source,
-)
+from offline_packing.index.rows import media_of_samples, of_uses, pack_table, sums_by_source
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
@@ -32,17 +26,18 @@ from task_encoders.families import model_cost
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import REASONS
 
-#: The ranks whose waiting is computed if pack.order names none.
+#: The number of ranks whose waiting is computed if pack.order names none.
 _NUM_RANKS: Final = 8
-#: Columns num_NAME of the index: that trees share, and that are summed up per source.
+#: Columns num_NAME of the index that the samples of a tree share.
 _SHARED: Final = ("tokens", "images", "videos", "vision_patches")
+#: Columns num_NAME of the index that are summed by source.
 _SUMS: Final = ("tokens", "loss_tokens", "images", "videos", "vision_patches", "turns")
-#: Stretches of a plan whose shares are shown, where these change.
+#: The number of stretches of a plan with a mixture whose shares are shown.
 _STRETCHES: Final = 10
 _VALUES_AT_ONCE: Final = 1 << 20
-#: Packs that shared prefixes must leave, at most, to be recommended.
+#: Shared prefixes are recommended if at most this share of the packs remains.
 _WORTH_SHARING: Final = 0.8
-#: Bins of a histogram of lengths per doubling.
+#: The number of bins per doubling in a histogram of lengths.
 _BINS_PER_DOUBLING: Final = 2
 _QUANTILES: Final = {"min": 0, "p5": 5, "p50": 50, "p95": 95, "max": 100}
 _BAR_WIDTH: Final = 40
@@ -145,9 +140,9 @@ def run_figures(
     set_aside: Mapping[str, int],
     table: PackColumns | None = None,
 ) -> Iterator[Figure]:
-    """Yield the figures of an index and, if there is one, its plan. `set_aside`: samples set aside
-    while planning, by reason. With `table`, the plan's, they say how long ranks wait even without
-    pack.order."""
+    """Yield the figures of an index and its plan, if there is one. `set_aside` counts samples set
+    aside while planning, by reason. With the plan's `table`, the waiting of ranks is shown even
+    without pack.order."""
     info, uses, lengths = samples.info, count_uses(samples, plan), samples.array("num_tokens")
     reasons = Counter(info.set_aside) + Counter(set_aside)
     found, aside = info.num_samples + info.num_set_aside, reasons.total()
@@ -162,17 +157,17 @@ def run_figures(
         yield Row("samples", "model", text, resize)
     for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item)):
         yield Row("set aside", reason, f"{count:,}", count, REASONS[reason])
-    if warnings := run_warnings(config, samples, plan):
-        yield Table("warnings", {"warning": ""}, [[line] for line in warnings])
+    if warnings := [[line] for line in run_warnings(config, samples, plan)]:
+        yield Table("warnings", {"warning": ""}, warnings)
     sums = sums_by_source(samples, uses, len(config.source), [f"num_{name}" for name in _SUMS])
     total = {name: sum(sums[f"num_{name}"]) for name in _SUMS}
     if plan is None:
         yield from _contents(samples, uses, total)
     else:
         packed, held = np.repeat(lengths, uses), total
-        if plan.branches is not None:  # what rows hold, a shared prefix once
-            columns = {name: methodcaller("array", f"num_{name}") for name in _SHARED}
-            held = {n: int(of_uses(samples, plan, of).sum()) for n, of in columns.items()}
+        if plan.branches is not None:  # what packs hold, a shared prefix once
+            of_name = {name: methodcaller("array", f"num_{name}") for name in _SHARED}
+            held = {n: int(of_uses(samples, plan, of).sum()) for n, of in of_name.items()}
         yield from plan_figures(config.report, packed, plan, total["tokens"] - held["tokens"])
         if config.pack.context_parallel > 1:
             ranks, multiple = config.pack.context_parallel, config.pack.padding
@@ -185,8 +180,12 @@ def run_figures(
             yield from _sharing(config, plan, packed, total, held)
         if config.pack.mixture is not None:
             yield from _mixture(config, samples, plan)
-        if len(config.output.split) > 1:
-            yield _splits(config, plan)
+        if len(shares := config.output.split) > 1:
+            splits = list(samples_of_splits(plan, shares))
+            number = sum(some for _, _, some in splits) or 1
+            rows = [[name, shares[name], n / number, n, len(own)] for name, own, n in splits]
+            columns = {"split": "", "asked": ".1%", "share": ".1%", "samples": ",", "packs": ","}
+            yield Table("splits", columns, rows)
         if table is None and plan.order is not None:
             table = pack_table(samples, plan, model_cost(config.model))
         if table is not None:
@@ -202,33 +201,31 @@ def run_figures(
 def plan_figures(
     compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan, shared: int = 0
 ) -> Iterator[Figure]:
-    """Yield figures of a plan that need only the tokens (num_packed,) of each use of a sample, at
-    least one, and how many of the tokens packs do not hold because an earlier sample has them
-    (`shared`)."""
+    """Yield figures of a plan that need only the tokens (num_packed,) of each use of a sample, of
+    which there is at least one. `shared` counts tokens that an earlier sample holds."""
     info, num_samples, num_packs = plan.info, len(lengths), plan.num_packs
     of_length = np.zeros(int(lengths.max()) + 1, np.int64)
     for start in range(0, num_samples, _VALUES_AT_ONCE):  # all at once would be copied to int64
         some = lengths[start : start + _VALUES_AT_ONCE]
         of_length += np.bincount(some, minlength=len(of_length))
     tokens, batch = int(lengths.sum(dtype=np.int64)), compared.global_batch_size
-    fill = (tokens - shared) / plan.room
+    fill, factor = (tokens - shared) / plan.room, plan.packing_factor
     packs = f"{num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"
-    yield Row("packs", "packs", packs, num_packs)
-    bound = f"{info.lower_bound:,} (gap {plan.gap:.3%})"
-    yield Row("packs", "lower bound", bound, info.lower_bound)
-    yield Row("packs", "packed samples", f"{num_samples:,}", num_samples)
     each = f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"
+    yield Row("packs", "packs", packs, num_packs)
+    yield Row(
+        "packs", "lower bound", f"{info.lower_bound:,} (gap {plan.gap:.3%})", info.lower_bound
+    )
+    yield Row("packs", "packed samples", f"{num_samples:,}", num_samples)
     yield Row("packs", "tokens", each, tokens)
     yield Row("packs", "fill", f"{fill:.2%}", fill)
-    factor = plan.packing_factor
     yield Row("packs", "packing factor", f"{factor:.2f} samples per pack", factor)
-    in_batches = padded_tokens(of_length, compared.padded_batch_size)
-    rows: list[list[Any]] = []
-    for name, all_of in (
-        (f"batches of {compared.padded_batch_size} padded to their longest", in_batches),
-        (f"each sample padded to {info.seq_length:,}", num_samples * info.seq_length),
-    ):
-        rows.append([name, all_of, 1 - tokens / all_of, all_of / info.num_tokens])
+    size = compared.padded_batch_size
+    padded = {
+        f"batches of {size} padded to their longest": padded_tokens(of_length, size),
+        f"each sample padded to {info.seq_length:,}": num_samples * info.seq_length,
+    }
+    rows = [[name, n, 1 - tokens / n, n / info.num_tokens] for name, n in padded.items()]
     rows.append(["these packs", info.num_tokens, 1 - fill, 1])
     columns = {"an epoch of": "", "tokens": ",.0f", "empty": ".2%", "cost": ".2f"}
     note = "Cost is in multiples of these packs, by tokens; what a trainer gains depends on its "
@@ -241,18 +238,17 @@ def plan_figures(
 
 
 def count_uses(samples: Index, plan: PackPlan | None) -> npt.NDArray[np.int32]:
-    """(num_samples,) the number of packs that hold a sample; without a plan, 1 each."""
-    if plan is None:
-        return np.ones(samples.info.num_samples, np.int32)
-    uses = np.zeros(samples.info.num_samples, np.int32)
-    np.add.at(uses, plan.sample_ids, 1)
+    """Count the packs that hold each sample, (num_samples,); without a plan, 1 each."""
+    uses = np.full(samples.info.num_samples, plan is None, np.int32)
+    if plan is not None:
+        np.add.at(uses, plan.sample_ids, 1)
     return uses
 
 
 def _contents(
     samples: Index, uses: npt.NDArray[np.integer], total: Mapping[str, int]
 ) -> Iterator[Row]:
-    """Yield what the samples hold; `total` are sums over all uses by the names of _SUMS."""
+    """Yield the contents of the samples; `total` has sums over all uses by the names of _SUMS."""
     tokens, loss = total["tokens"], total["loss_tokens"]
     yield Row("contents", "tokens with loss", f"{loss:,} ({loss / (tokens or 1):.1%})", loss)
     images, videos = total["images"], total["videos"]
@@ -269,9 +265,9 @@ def _sharing(
     whole: Mapping[str, int],
     held: Mapping[str, int],
 ) -> Iterator[Row]:
-    """Yield figures without and with shared prefixes; packs of whole samples are counted by a lower
-    bound. `lengths` (num_packed,) are the tokens of each use, `whole` and `held` sums over samples
-    and over what rows hold."""
+    """Yield figures without and with shared prefixes; without them, packs are a lower bound.
+    `lengths` (num_packed,) are the tokens of each use; `whole` are sums over samples, `held` sums
+    over what packs hold."""
     from offline_packing.planner.strategies.budgets import size_lower_bound  # compiled
 
     assert plan.branches is not None
@@ -298,9 +294,9 @@ def _sharing(
 def _repeated_media(
     config: PackingConfig, samples: Index, plan: PackPlan, uses: npt.NDArray[np.integer]
 ) -> Iterator[Row]:
-    """Say how many packs pack.share_prefixes would need, by tokens, unless hardly fewer, or it
-    would be refused. Prefixes of one hash count as equal, and only a record's first part as
-    sharing."""
+    """Estimate the packs that pack.share_prefixes would need, by tokens; yield the estimate if they
+    are far fewer and the option would be accepted. Prefixes of one hash count as equal, and only a
+    record's first part as sharing."""
     if not config.may_share_prefixes:
         return
     table = samples.table("prefix_hash", "prefix_tokens", "num_tokens", "num_videos")
@@ -326,8 +322,8 @@ def _repeated_media(
 
 
 def _mixture(config: PackingConfig, samples: Index, plan: PackPlan) -> Iterator[Figure]:
-    """Yield the share of the tokens that each source has, and was to have, in stretches of the
-    packs of the first split."""
+    """Yield each source's share of the tokens, and the share asked for, in stretches of the first
+    split's packs."""
     mixture, names = config.pack.mixture, config.source_names()
     assert mixture is not None
     num_packs = len(next(iter(splits_of_plan(plan, config.output.split).values())))
@@ -349,7 +345,7 @@ def _mixture(config: PackingConfig, samples: Index, plan: PackPlan) -> Iterator[
 def _held_tokens(
     samples: Index, plan: PackPlan, ends: npt.NDArray[np.integer], num_sources: int
 ) -> list[list[float]]:
-    """Return the tokens of each source that rows hold, between each two `ends` among the uses."""
+    """Return the tokens of each source that packs hold between each two `ends` among the uses."""
     sources = samples.array("source_id")[plan.sample_ids]
     tokens = of_uses(samples, plan, lambda index: index.array("num_tokens"))
     return [
@@ -358,19 +354,10 @@ def _held_tokens(
     ]
 
 
-def _splits(config: PackingConfig, plan: PackPlan) -> Table:
-    """Return packs and different samples of each split."""
-    shares = config.output.split
-    found = list(samples_of_splits(plan, shares))
-    total = sum(samples for _, _, samples in found) or 1
-    rows = [[name, shares[name], some / total, some, len(own)] for name, own, some in found]
-    columns = {"split": "", "asked": ".1%", "share": ".1%", "samples": ",", "packs": ","}
-    return Table("splits", columns, rows)
-
-
 def _ranks(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Iterator[Row]:
-    """Yield shares of time that data-parallel ranks wait for the slowest, in the order written, in
-    the first split that has packs; and with pack.order how many steps are not of one kind."""
+    """Yield the shares of time that data-parallel ranks wait for the slowest, in the order written,
+    in the first split with packs; and with pack.order the number of steps that are not of one kind.
+    """
     layout, ordered = plan.order or RankLayout(_NUM_RANKS), plan.order is not None
     first = next(filter(len, splits_of_plan(plan, config.output.split).values()))
     own, size, num_ranks = slice(first.start, first.stop), len(first), layout.num_ranks
@@ -394,8 +381,8 @@ def _ranks(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Iterato
 def _sources(
     config: PackingConfig, samples: Index, plan: PackPlan | None, sums: Mapping[str, list[int]]
 ) -> Table:
-    """Return different samples and their mean uses by source, and sums over all uses; shares are of
-    the tokens that rows hold."""
+    """Return distinct samples and their mean uses by source, and sums over all uses; shares are of
+    the tokens that packs hold."""
     held: Sequence[float] = sums["num_tokens"]
     if plan is not None and plan.branches is not None:
         (held,) = _held_tokens(samples, plan, plan.pack_offsets[[0, -1]], len(config.source))
@@ -431,16 +418,16 @@ def log_histogram(section: str, values: npt.NDArray[np.integer], limit: int) -> 
 
 
 def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
-    """Tokens of an epoch whose random batches are padded to the longest of their samples: the mean
-    over all orders of the samples, in closed form. `counts` (longest + 1,) are the samples of each
-    length, at least one in all."""
+    """Compute the tokens of an epoch whose random batches are padded to their longest sample: the
+    mean over all orders of the samples, in closed form. `counts` (longest + 1,) are the samples of
+    each length, at least one in all."""
     num_batches, rest = divmod(int(counts.sum()), batch_size)
     total = num_batches * batch_size * _mean_longest(counts, batch_size)
     return total + (rest * _mean_longest(counts, rest) if rest else 0.0)
 
 
 def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
-    """Mean of the longest of some samples drawn without replacement; 0 where there are fewer."""
+    """Average the longest of some samples drawn without replacement; 0 if there are fewer."""
     up_to = np.cumsum(counts, dtype=np.int64)
     none_longer = np.ones(len(counts))
     for i in range(drawn):  # all of the drawn samples are among those up to this length

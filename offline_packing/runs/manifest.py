@@ -56,8 +56,8 @@ _APART: Final[Mapping[str, Any]] = {
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """The manifest of an output that is complete; or None. Raises DamagedError if it is not as it
-    was written."""
+    """Read the manifest of an output; None: the output is not complete. Raises DamagedError if it
+    is not as it was written."""
     path = root / stored.NAME
     try:
         manifest = stored.read_manifest(root)
@@ -78,7 +78,7 @@ def read_manifest(root: Path) -> Manifest | None:
 
 
 def require_manifest(root: Path) -> Manifest:
-    """The manifest. Raises StageError if the output is not complete."""
+    """Read the manifest of a complete output. Raises StageError if the output is not complete."""
     manifest = read_manifest(root)
     if manifest is None:
         raise StageError(f"no manifest in {root}; run write first")
@@ -211,7 +211,8 @@ def shard_line(fragment: ShardFragment) -> ShardLine:
 
 
 def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:
-    """Configuration of an output's content: not its place, nor what ran the tasks."""
+    """Return the configuration of an output's content, without its place and without what ran the
+    tasks."""
     excluded: dict[str, Any] = {
         "engine": True,
         "report": True,

@@ -138,7 +138,8 @@ class Workspace:
         return str(path.relative_to(self.root))
 
     def fragment(self, shard_name: str) -> Path:
-        """The fragment of a shard, by its name with or without the file's ending."""
+        """Return the path of a shard's fragment, by the shard's name with or without the file's
+        ending."""
         return (self.write / shard_name).with_suffix(".json")
 
     @contextmanager
@@ -219,8 +220,9 @@ class Run:
 
     @contextmanager
     def unpacked_files(self) -> Iterator[None]:
-        """Tasks may unpack files while the block runs. Afterwards these are removed, unless shards
-        are left to write, for which they would be unpacked again, or other ranks may be reading."""
+        """Let tasks unpack files while the block runs, and remove these files afterwards. They stay
+        if shards are left to write, for which they would be unpacked again, or if other ranks may
+        be reading."""
         try:
             yield
         finally:
@@ -248,14 +250,14 @@ class Run:
                 remove_folder(folder)
 
     def bar(self, name: str, total: int | None, unit: str) -> AbstractContextManager["tqdm[None]"]:
-        """Progress of a stage, see `progress_bar`."""
+        """Show the progress of a stage, see `progress_bar`."""
         return progress_bar(name, total, unit, shown=self.progress)
 
 
 @contextmanager
 def progress_bar(name: str, total: int | None, unit: str, *, shown: bool) -> Iterator["tqdm[None]"]:
-    """Progress of a stage in `total` units (None: unknown): a bar in a terminal, with log lines
-    above it; a line a minute in a log."""
+    """Show the progress of a stage in `total` units (None: unknown): a bar in a terminal, with log
+    lines above it, or a line a minute in a log."""
     is_terminal = sys.stderr.isatty()
     lines = {
         "file": _Lines(),
@@ -281,7 +283,7 @@ def build_engine(engine: EngineConfig) -> Engine:
 
 
 def open_sources(config: PackingConfig) -> list[Source]:
-    """The sources of a configuration; a source's id is its place in this list."""
+    """Open the sources of a configuration; a source's id is its place in the list."""
     unpack_folder = Workspace(path_of(config.output.path).resolve()).unpacked
     sources = [
         open_source(source, key_prefix=prefix, unpack_folder=unpack_folder)
@@ -295,7 +297,7 @@ def open_sources(config: PackingConfig) -> list[Source]:
 
 @functools.lru_cache(maxsize=4)
 def open_encoder(model: ModelOptions) -> SampleEncoder:
-    """The sample encoder of a model, built once per process. Raises ConfigError if there is no such
+    """Build the sample encoder of a model, once per process. Raises ConfigError if there is no such
     model, or its limits contradict each other."""
     try:
         return build_sample_encoder(model)
@@ -304,5 +306,5 @@ def open_encoder(model: ModelOptions) -> SampleEncoder:
 
 
 def listed(reasons: Iterable[tuple[str, int]]) -> str:
-    """'bad_json 2, overlong 11', or 'none'."""
+    """Write reasons with their counts on one line: 'bad_json 2, overlong 11', or 'none'."""
     return ", ".join(f"{name} {count:,}" for name, count in sorted(reasons)) or "none"

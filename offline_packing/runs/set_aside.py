@@ -1,12 +1,10 @@
-"""Samples that are set aside: listed, shown with an example per reason; too many stop a run.
-
-A folder of pictures that has moved, or a wrong format, must not look like success.
-"""
+"""Samples that are set aside: lists, and examples by reason. Too many of them stop a run: a folder
+of pictures that has moved, or a wrong format, must not look like success."""
 
 import io
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -22,25 +20,25 @@ from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources.lost_fields import UNUSED_MEDIA
 from offline_packing.sources.reading.contents import hint_for
 
-#: Reasons of samples that the configuration leaves out: they are not lost.
+#: Reasons of samples that the configuration leaves out on purpose.
 DELIBERATE: Final = frozenset(("not_drawn", "not_chosen", "trained"))
 _DETAIL_LENGTH: Final = 160
 
 
 def aside_while_measuring(workspace: Workspace, info: IndexInfo) -> list[Path]:
-    """The set-aside tables of an index."""
+    """Return the paths of an index's set-aside tables."""
     num_parts = len(info.part_rows) if info.num_set_aside else 0
     return [workspace.set_aside / part_name(i) for i in range(num_parts)]
 
 
 def aside_while_planning(workspace: Workspace) -> list[Path]:
-    """The set-aside table of a plan, where there is one."""
+    """Return the path of a plan's set-aside table, if there is one."""
     path = workspace.plan / "set_aside.parquet"
     return [path] if path.exists() else []
 
 
 def render_examples(config: PackingConfig, groups: Iterable[AsideGroup]) -> str:
-    """One example of each reason and source, with a hint, as lines."""
+    """Render one example of each reason and source, with a hint, as lines."""
     lines = []
     for group in groups:
         lines.append(f"  {group.reason:<20} {group.count:>7,}  {_example(group)}")
@@ -51,71 +49,52 @@ def render_examples(config: PackingConfig, groups: Iterable[AsideGroup]) -> str:
 
 
 def explain(config: PackingConfig, group: AsideGroup) -> str:
-    """One example, with a hint, for an error message."""
+    """Render one example, with a hint, for an error message."""
     hint = _hint(config, group)
     return f"for example {_example(group)}{f'; {hint}' if hint else ''}"
 
 
 def check_set_aside(run: Run) -> None:
-    """Stop a run that is about to write less than its user expects. Raises StageError if a source
-    gives no sample at all, or more samples are set aside than pack.max_set_aside allows."""
-    workspace, config = run.workspace, run.config
-    info = IndexInfo.load(workspace.packing)
-    limit = config.pack.max_set_aside
-    if info is None or limit == 1:
-        return
+    """Stop a run that is about to write less than its user expects.
+
+    Raises:
+        StageError: a source has no sample, or more are set aside than pack.max_set_aside allows; or
+            samples lack the media that they are trained with: a source under captioning or vqa has
+            none, unless it is plain text or source.text_only is set; or no source under bmr has
+            any, and media were not used.
+    """
+    workspace, config, sources = run.workspace, run.config, run.config.source
+    info, limit = IndexInfo.load(workspace.packing), config.pack.max_set_aside
+    assert info is not None, "measured"
+    samples, media = np.zeros((2, len(sources)), np.int64)
+    for part in Index(workspace.index, info).parts("source_id", "num_images", "num_videos"):
+        own, images, videos = (column.to_numpy() for column in part.columns)
+        samples += np.bincount(own, minlength=len(sources))
+        media += np.bincount(own, images + videos, len(sources)).astype(np.int64)
     tables = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]
-    groups = group_set_aside(tables)
+    groups = group_set_aside(tables) if limit < 1 else []
     lost = [group for group in groups if group.reason not in DELIBERATE]
     lost.sort(key=lambda group: -group.count)
-    if not lost:
-        return
-    _refuse_empty_sources(config, Index(workspace.index, info), lost)
+    alive = {source.path for source, count in zip(sources, samples, strict=True) if count}
+    for path in (group.source for group in lost):
+        if path not in alive:
+            of_source = [group for group in lost if group.source == path]
+            raise StageError(
+                f"source {path!r} yields no sample, all are set aside: {_counts(of_source)}; "
+                f"{explain(config, of_source[0])}; fix it, remove it, or go on with "
+                "pack.max_set_aside=1; set-aside lists them"
+            )
     num_lost = sum(group.count for group in lost)
     num_samples = info.num_samples + info.num_set_aside + num_lost - sum(g.count for g in groups)
-    share = num_lost / num_samples
-    if share > limit:
+    if lost and (share := num_lost / num_samples) > limit:
         enough = math.ceil(share * 1000) / 1000
         raise StageError(
             f"{num_lost:,} of {num_samples:,} samples ({share:.1%}) are set aside, more than "
             f"pack.max_set_aside={limit:g}: {_counts(lost)}; {explain(config, lost[0])}; fix the "
             f"source, or go on with pack.max_set_aside={enough:g}; set-aside lists them"
         )
-
-
-def _refuse_empty_sources(
-    config: PackingConfig, samples: Index, lost: Sequence[AsideGroup]
-) -> None:
-    """Raise StageError if every sample of a source is set aside."""
-    counts = np.zeros(len(config.source), np.int64)
-    for part in samples.parts("source_id"):
-        counts += np.bincount(part["source_id"].to_numpy(), minlength=len(counts))
-    alive = {source.path for source, count in zip(config.source, counts, strict=True) if count}
-    for path in (group.source for group in lost):
-        if path not in alive:
-            own = [group for group in lost if group.source == path]
-            raise StageError(
-                f"source {path!r} yields no sample, all are set aside: {_counts(own)}; "
-                f"{explain(config, own[0])}; fix it, remove it, or go on with "
-                "pack.max_set_aside=1; set-aside lists them"
-            )
-
-
-def check_media(run: Run) -> None:
-    """Stop a run whose samples lack the pictures that they are trained with. Raises StageError: a
-    source under captioning or vqa, which show an image or a video, has none, unless it is plain
-    text or source.text_only says so; or under bmr no source has any, and media were not used."""
-    info = IndexInfo.load(run.workspace.packing)
-    if info is None:
-        return
-    sources = run.config.source
-    samples, media = np.zeros((2, len(sources)), np.int64)
-    for part in Index(run.workspace.index, info).parts("source_id", "num_images", "num_videos"):
-        own, images, videos = (column.to_numpy() for column in part.columns)
-        samples += np.bincount(own, minlength=len(sources))
-        media += np.bincount(own, images + videos, len(sources)).astype(np.int64)
     unused = [line for line in info.warnings if UNUSED_MEDIA in line]
-    if run.config.task == "bmr" and (media.any() or not unused):
+    if config.task == "bmr" and (media.any() or not unused):
         return
     for source, count in zip(sources, np.where(media, 0, samples).tolist(), strict=True):
         if count and not source.text_only and source.format != "text":
@@ -148,9 +127,9 @@ def _hint(config: PackingConfig, group: AsideGroup) -> str | None:
 def list_set_aside(
     run: Run, *, reasons: Collection[str] = (), as_csv: bool = False
 ) -> Iterator[str]:
-    """Lines of key, source, reason and detail, many at a time: samples that `measure` set aside,
-    then `plan`, for all reasons or these only. CSV has a header and is quoted as RFC 4180 has it;
-    otherwise there are tabs. Raises StageError: nothing is measured yet, or a table is damaged."""
+    """Yield lines of key, source, reason and detail, many at a time, of samples that `measure` and
+    then `plan` set aside, for these reasons or all. CSV has a header and is quoted by RFC 4180;
+    other lines have tabs. Raises StageError if nothing is measured yet, or a table is damaged."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.packing)
     if info is None:

@@ -37,8 +37,9 @@ def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -
 
 
 def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str | None:
-    """Changes in the files of a source since `save_files` kept them, by the name of a
-    fingerprint's field: source.0.listing. None: nothing, nothing was kept, or another field."""
+    """Describe the changes in the files of a source since `save_files` recorded them, by the name
+    of a fingerprint's field: source.0.listing. Return None for other fields, without changes, or
+    where nothing was recorded."""
     match = re.fullmatch(r"source\.(\d+)\.listing", name)
     if match is None or int(match[1]) >= len(sources):
         return None
@@ -59,7 +60,8 @@ def describe_change(run: Run) -> str:
 
 
 def describe_changes(known: Path, source: Source) -> str:
-    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')" since a table was saved; or empty."""
+    """Describe the changes since a table was saved: "2 added ('a.json', 'b.json'), 1 removed
+    ('c.json')". Return "" if there are none."""
     with open_table(known) as table:
         was = table.read(FILES_SCHEMA.names)
     now = pa.Table.from_batches(_list_batches(source), FILES_SCHEMA)
@@ -91,7 +93,7 @@ def _files_path(folder: Path, source_id: int) -> Path:
 
 
 def _list_batches(source: Source) -> Iterator[pa.RecordBatch]:
-    """The files that a source reads now, in the order of a listing."""
+    """Yield the files that a source reads now, in the order of a listing."""
     entries = iter(source.entries())
     while chunk := list(itertools.islice(entries, _CHUNK)):
         names, sizes, times = zip(*chunk, strict=True)
@@ -101,7 +103,7 @@ def _list_batches(source: Source) -> Iterator[pa.RecordBatch]:
 
 
 def count_unused_media(samples: Index, scans: Sequence[Scan]) -> int:
-    """The image and video files that neither belong to a record nor are named by a row."""
+    """Count the image and video files that neither belong to a record nor are named by a row."""
     unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
     unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
     if not unused or samples.info.num_skipped:  # samples that are left out use images, too

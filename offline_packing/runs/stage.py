@@ -86,7 +86,7 @@ class Stage:
         return None
 
     def describe_change(self) -> str:
-        """Say why files come out otherwise than they were recorded."""
+        """Describe why files come out otherwise than they were recorded."""
         raise NotImplementedError
 
 

@@ -48,7 +48,7 @@ def run_tasks(
 
 
 def _counted(function: Callable[[Task], Result], task: Task) -> tuple[Result, int, Counter[str]]:
-    """The result of a task, its process, and how many requests it had to repeat."""
+    """Run a task. Return its result, its process, and how many requests it had to repeat."""
     before = REPEATS.copy()
     return function(task), os.getpid(), REPEATS - before
 
@@ -84,8 +84,8 @@ def iterate_tasks(
     *,
     with_sources: bool = True,
 ) -> Iterator[ShardTask]:
-    """The task of each shard, made when it is asked for; without sources, which need not exist
-    then, a task reads neither samples nor media."""
+    """Make the task of each shard when it is asked for. Without sources, which need not exist then,
+    a task reads neither samples nor media."""
     if not shards:
         return
     workspace, config = run.workspace, run.config
@@ -117,7 +117,7 @@ def iterate_tasks(
 def _as_planned(
     table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
 ) -> pa.Table:
-    """A shard's samples with the keys of copies, and the plan's branches."""
+    """Add the keys of copies and the plan's branches to a shard's samples."""
     if not len(table):
         return table
     packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)

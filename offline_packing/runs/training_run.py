@@ -113,7 +113,8 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 
 def read_trained(path: str) -> Trained:
-    """The stages of the run with this output.path. Raises StageError if no checkpoint names any."""
+    """Read the stages of the run with this output.path. Raises StageError if no checkpoint names
+    any."""
     damaged = {}
     for checkpoint in list_checkpoints(path_of(path) / "checkpoints"):
         try:

@@ -1,6 +1,6 @@
-"""Warnings of a run: what may be wrong with its samples, sources and settings."""
+"""Warnings of probable mistakes in a run's samples, sources and settings."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,54 +15,62 @@ from offline_packing.planner.pack_plan import PackPlan
 from task_encoders.families.base.cost import most_positions
 
 Hashes = npt.NDArray[np.uint64]
-Flags = npt.NDArray[np.bool_]
 
 
-def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
-    """Return warnings, a line each: on the samples and their sources, and with a plan on media that
-    stand in several splits. Reads the index part by part."""
-    lines, total = samples.info.warnings, samples.info.num_samples
-    several = 0
-    if config.task == "vqa":
-        several = int(np.count_nonzero(samples.array("num_turns") > 1))
-    if several:
-        lines.append(
+def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> Iterator[str]:
+    """Yield warnings, a line each, on the samples, their sources and the settings, and with a plan
+    on its splits. Reads the index part by part."""
+    yield from samples.info.warnings
+    total, shares, seq_length = (
+        samples.info.num_samples,
+        config.output.split,
+        config.pack.seq_length,
+    )
+    is_vqa = config.task == "vqa"
+    if several := np.count_nonzero(samples.array("num_turns") > 1) if is_vqa else 0:
+        yield (
             f"{several:,} of {total:,} samples have several turns under task vqa, which is meant "
             "for one question; bmr is for conversations"
         )
-    lines.extend(_source_warnings(config.source_names(), samples))
-    lines.extend(_position_warnings(config, samples))
-    if config.pack.share_prefixes is not None:
-        lines.extend(_prefix_warnings(samples))
-    lines.extend(_split_warnings(config.output.split))
-    splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
-    for name in [name for name, own in splits.items() if not own]:
-        lines.append(
-            f"split {name} is empty: no sample, with all that it leads to by images and videos or "
-            f"its group, drew its share of {config.output.split[name]:.1%}; set another "
-            "output.split_seed, a larger share in output.split, or source.fields.group, which "
-            "counts instead of images and videos"
+    yield from _source_warnings(config.source_names(), samples)
+    limit = most_positions(config.model.processor)
+    if limit is not None and seq_length > limit:
+        longer = np.count_nonzero(samples.array("num_tokens") > limit)
+        yield (
+            f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
+            f"{config.model.processor}; {longer:,} of {total:,} samples are longer than that "
+            "(positions restart with each sample)"
         )
-    if packs is not None and len(splits) > 1 and config.names_groups:
-        first, *others = splits
-        in_first = _packed(packs, splits[first], total)
-        for name in others:
-            own = _packed(packs, splits[name], total)
-            shared = [
-                count_shared(*(hashes_of(samples, column, chosen) for chosen in (own, in_first)))
-                for column in ("media_hash", "sample_hash")
-            ]
-            if any(count for count, _ in shared):
-                media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
-                lines.append(
-                    f"split {name}: {media} images and videos and {same} samples stand in split "
-                    f"{first}, too; without source.fields.group they are on one side"
-                )
-    return lines
+    if config.pack.share_prefixes is not None:
+        columns = samples.table("prefix_media", "prefix_hash")
+        media, hashes = (column.to_numpy() for column in columns.columns)
+        is_alone = np.zeros(total, bool)  # shows the media of others, but shares no prefix
+        is_alone[places_of_equal(media)] = True
+        is_alone[places_of_equal(hashes)] = False
+        if count := np.count_nonzero(is_alone & (media != 0)):
+            yield (
+                f"{count:,} of {total:,} samples show images or videos of other samples, but "
+                "share no prefix, as other text is before these; put images and videos at the "
+                "beginning of the first prompt, below one system message for all"
+            )
+    name, share = max(shares.items(), key=lambda item: item[1])
+    train = shares.get("train", 0)
+    if not train:
+        yield (
+            f"output.split has no train ({', '.join(shares)}); training reads train: name one of "
+            "them so, unless the output is for validation alone"
+        )
+    elif share > train:
+        yield (
+            f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
+            "reads train"
+        )
+    if packs is not None:
+        yield from _split_warnings(config, samples, packs)
 
 
 def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
-    """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
+    """Warn of sources with samples of an earlier source, which are trained twice."""
     if len(names) == 1:
         return
     hashes, owners = samples.array("sample_hash"), samples.array("source_id")
@@ -78,60 +86,37 @@ def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
         )
 
 
-def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
-    """Warn of packs longer than the checkpoint's positions, which restart with each sample."""
-    limit, seq_length = most_positions(config.model.processor), config.pack.seq_length
-    if limit is not None and seq_length > limit:
-        longer = np.count_nonzero(samples.array("num_tokens") > limit)
+def _split_warnings(config: PackingConfig, samples: Index, packs: PackPlan) -> Iterator[str]:
+    """Warn of empty splits, and of media and samples that groups leave in several splits."""
+    shares = config.output.split
+    splits = splits_of_plan(packs, shares)
+    for name in [name for name, own in splits.items() if not own]:
         yield (
-            f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
-            f"{config.model.processor}; {longer:,} of {samples.info.num_samples:,} samples are "
-            "longer than that (positions restart with each sample)"
+            f"split {name} is empty: no sample, with all that it leads to by images and videos or "
+            f"its group, drew its share of {shares[name]:.1%}; set another output.split_seed, a "
+            "larger share in output.split, or source.fields.group, which counts instead of images "
+            "and videos"
         )
-
-
-def _prefix_warnings(samples: Index) -> Iterator[str]:
-    """Warn of samples that show the media of others, but share no prefix with any."""
-    columns = samples.table("prefix_media", "prefix_hash")
-    media, hashes = (column.to_numpy() for column in columns.columns)
-    is_alone = np.zeros(len(media), bool)
-    is_alone[places_of_equal(media)] = True
-    is_alone[places_of_equal(hashes)] = False
-    if count := int(np.count_nonzero(is_alone & (media != 0))):
-        yield (
-            f"{count:,} of {len(media):,} samples show images or videos of other samples, but "
-            "share no prefix, as text of their own stands before these; put images and videos at "
-            "the beginning of the first prompt, below one system message for all"
-        )
-
-
-def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
-    """Warn of shares that are probably a mistake: training reads train."""
-    name, share = max(split.items(), key=lambda item: item[1])
-    train = split.get("train", 0)
-    if not train:
-        yield (
-            f"output.split has no train ({', '.join(split)}); training reads train: name one of "
-            "them so, unless the output is for validation alone"
-        )
-    elif share > train:
-        yield (
-            f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
-            "reads train"
-        )
-
-
-def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
-    """(num_samples,) the samples of the index in some packs."""
-    flags = np.zeros(num_samples, bool)
-    start, stop = packs.pack_offsets[own.start], packs.pack_offsets[own.stop]
-    flags[packs.sample_ids[start:stop]] = True
-    return flags
+    first, *others = splits
+    for name in others if config.names_groups else ():
+        chosen = np.zeros((2, samples.info.num_samples), bool)
+        for flags, own in zip(chosen, (splits[name], splits[first]), strict=True):
+            flags[packs.sample_ids[slice(*packs.pack_offsets[[own.start, own.stop]])]] = True
+        shared = [
+            count_shared(*(hashes_of(samples, column, flags) for flags in chosen))
+            for column in ("media_hash", "sample_hash")
+        ]
+        if any(count for count, _ in shared):
+            media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
+            yield (
+                f"split {name}: {media} images and videos and {same} samples stand in split "
+                f"{first}, too; without source.fields.group they are on one side"
+            )
 
 
 def count_shared(own: Iterable[Hashes], others: Iterable[Hashes]) -> tuple[int, int]:
-    """Return how many of some different hashes others have, too, and their number. Both come in
-    parts; only `own` are held."""
+    """Count the distinct hashes of `own` that are also among `others`; return the count and the
+    number of all. Both come in parts; only `own` is in memory."""
     held = np.unique(np.concatenate([np.empty(0, np.uint64), *own]))
     found = np.zeros(len(held), bool)
     for part in others:
@@ -139,7 +124,7 @@ def count_shared(own: Iterable[Hashes], others: Iterable[Hashes]) -> tuple[int, 
     return int(np.count_nonzero(found)), len(held)
 
 
-def hashes_of(samples: Index, column: str, chosen: Flags) -> Iterator[Hashes]:
+def hashes_of(samples: Index, column: str, chosen: npt.NDArray[np.bool_]) -> Iterator[Hashes]:
     """Yield a column of hashes of some samples, or of their media, part by part."""
     first = 0
     for part in samples.parts(column):

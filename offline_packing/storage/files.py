@@ -26,11 +26,11 @@ from task_encoders.field_types import first_problem
 from task_encoders.storage.paths import REMEDY, as_remote
 from task_encoders.threads import in_threads
 
-#: Objects that are read at the same time: each takes some 30 ms before its first byte comes.
+#: The number of objects that are read at the same time: each takes some 30 ms to its first byte.
 _AT_ONCE: Final = 16
 
-#: What changes with a file: size, times of modification and change (ns), inode; of an object size
-#: and ETag.
+#: Values that change with a file: size, modification and change time (ns), inode; of an object,
+#: size and ETag.
 Stamp = tuple[int | str, ...]
 
 Item = TypeVar("Item")
@@ -38,14 +38,13 @@ Result = TypeVar("Result")
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path is one of an object storage."""
+    """Tell whether a path is in object storage."""
     return as_remote(path) is not None
 
 
 def scratch_folder(folder: Path) -> Path:
-    """A local folder for files of an output's folder: itself, or one in `private_folder`, the same
-    for all processes. Folders in `_packing` get one inside `_packing`'s, and are removed with
-    it."""
+    """Return the folder itself or, of an object storage, a local one in `private_folder`, the same
+    in all processes. A folder below `_packing` gets one inside that of `_packing`."""
     if not is_remote(folder):
         return folder
     output, _, below = f"{folder}/".rpartition("/_packing/")
@@ -54,12 +53,12 @@ def scratch_folder(folder: Path) -> Path:
 
 
 def private_folder() -> Path:
-    """The user's folder below TMPDIR, made if there is none: its name cannot be guessed, so that
-    nobody can make it first, and only the user may enter it."""
+    """Return the user's folder below TMPDIR, and make it if there is none. Only the user may enter
+    it; its name cannot be guessed, so that nobody can make it first."""
     parent, prefix = Path(tempfile.gettempdir()), f"offline-packing-{os.getuid()}-"
 
     def find() -> list[Path]:
-        return sorted(path for path in parent.glob(f"{prefix}*") if _is_private(path))
+        return sorted(filter(_is_private, parent.glob(f"{prefix}*")))
 
     found = find()
     if not found:
@@ -81,8 +80,8 @@ def _is_private(path: Path) -> bool:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in `private_folder` while the block runs. Folders that killed processes left are
-    removed when the next one is made."""
+    """Make a folder in `private_folder`, and remove it after the block. Remove what killed
+    processes left, too."""
     parent = private_folder()
     with ExitStack() as held:
         with _locked(parent, fcntl.LOCK_EX):
@@ -112,7 +111,7 @@ def _locked(folder: Path, operation: int) -> Iterator[None]:
 
 @contextmanager
 def local_copy(path: Path) -> Iterator[Path]:
-    """The file itself; of an object a copy of the same name, while the block runs."""
+    """Return the path itself; of an object, a copy of the same name while the block runs."""
     if not (remote := as_remote(path)):
         yield path
         return
@@ -126,8 +125,8 @@ def local_copy(path: Path) -> Iterator[Path]:
 def read_each(
     folder: Path, read: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
-    """`map(read, items)`, where each is read from a file in the folder: in object storage, the next
-    ones are read meanwhile, in threads."""
+    """Yield `read(item)` of each item, which is a file in the folder; files of an object storage
+    are read ahead, in threads."""
     if not is_remote(folder):
         yield from map(read, items)
         return
@@ -135,7 +134,7 @@ def read_each(
 
 
 def file_stamp(path: str | Path) -> Stamp | None:
-    """The stamp of a local file; None: there is none."""
+    """Return the stamp of a local file; None: there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -145,8 +144,8 @@ def file_stamp(path: str | Path) -> Stamp | None:
 
 
 def file_stamps(folder: Path) -> dict[str, Stamp | None]:
-    """Stamps of the files of a folder by their names, objects' from one listing. None: the storage
-    gives no ETag. A folder that does not exist is empty."""
+    """Return the stamps of the files in a folder, by name; those of objects come from one listing.
+    None: the storage gives no ETag. A folder that does not exist is empty."""
     if remote := as_remote(folder):
         return {name: (size, tag) if tag else None for name, size, tag in remote.tags()}
     names = os.listdir(folder) if folder.is_dir() else ()
@@ -169,20 +168,20 @@ def remove_path(path: Path) -> None:
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
-#: A JSON's hash of everything else in it.
+#: Field of a JSON file with the hash of all its other fields.
 _SEAL: Final = "xxh3_128_of_this"
-#: Makes a validator of a form once.
+#: Return the validator of a type; it is made once.
 adapter: Final = functools.lru_cache(TypeAdapter)
-#: Bytes that are read at a time.
+#: The number of bytes that are read at a time.
 _HASHED_BLOCK: Final = 8 << 20
-#: no space, quota used up, file larger than allowed
+#: Errors of a full disk: no space, quota used up, file larger than allowed.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name only if the block succeeds: written beside it, synced, renamed; or
-    written to a local one, and uploaded. Raises StageError if the disk is full."""
+    """Open a temporary file, which is synced and renamed to `path` if the block succeeds; of an
+    object, a local file that is uploaded. Raises DiskFullError if the disk is full."""
     if remote := as_remote(path):
         with translate_disk_full(Path(tempfile.gettempdir())), remote.uploaded() as file:
             yield file
@@ -194,7 +193,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                if path.is_dir():  # in the place of the file; what it holds is the user's
+                if path.is_dir():  # instead of the file; what it holds is the user's
                     path.replace(temporary.with_suffix(".damaged"))
                 os.replace(temporary, path)
         except BaseException:
@@ -217,8 +216,8 @@ def translate_disk_full(path: Path) -> Iterator[None]:
 
 
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """A file with a name that no process on any machine uses, locked while it is open: that tells
-    `remove_temporaries` that its writer is alive."""
+    """Open a file whose name no process on any machine uses. It is locked while it is open, so that
+    `remove_temporaries` knows that its writer is alive."""
     while True:
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
         file = open(temporary, "wb")  # noqa: SIM115 - the caller closes it
@@ -230,38 +229,30 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file, as `atomic_file`."""
+    """Write a whole file with `atomic_file`."""
     with atomic_file(path) as file:
         file.write(data)
 
 
-def start_writeback(file: BinaryIO, begin: int, end: int) -> None:
-    """Have the kernel send these bytes of a file to the disk while more are written, so that the
-    sync at the end finds little left. Linux does so if told that they are no longer needed."""
-    file.flush()
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-
-
 def to_json(content: Any) -> bytes:
-    """Readable JSON that is the same for equal content."""
+    """Encode content as readable JSON, the same for equal content."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
     return orjson.dumps(content, option=options | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """An object with a hash of its content, by which `read_json` recognises damage."""
+    """Add a hash to an object's content, by which `read_json` detects damage."""
     return {**content, _SEAL: hash_bytes(to_json(content))}
 
 
 def read_json(path: Path, remedy: str = REMEDY, *, form: Any = None) -> Any:
-    """Content of one of our JSON files, without its seal; None: it is not there. With a `form`, a
-    type that pydantic knows, it must have a seal and that form. Raises DamagedError, with the
-    remedy: not a JSON object, or not as it was written."""
+    """Return the content of one of our JSON files, without its seal; None: there is no file. With
+    `form`, a type that pydantic knows, it must have a seal and that form. Raises DamagedError,
+    with the remedy, if it is not a JSON object, or not as it was written."""
     try:
         content = orjson.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, no object")
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
         sealed = content.pop(_SEAL, None)
         if (form or sealed is not None) and sealed != hash_bytes(to_json(content)):
             raise ValueError("it is not what was written")
@@ -275,7 +266,7 @@ def read_json(path: Path, remedy: str = REMEDY, *, form: Any = None) -> Any:
 
 
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:
-    """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
+    """Read `size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
     StageError if the file is gone, shorter, or has another size than when it was measured."""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -297,12 +288,12 @@ def unreadable(path: str | Path, why: object) -> StageError:
 
 
 def hash_bytes(data: bytes) -> str:
-    """xxh3_128 in hexadecimal: 33 GB/s, made to find damage, not malice."""
+    """Return the xxh3_128 in hexadecimal. It reads 33 GB/s, and finds damage, not malice."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def hash_file(path: Path) -> str:
-    """xxh3_128 of a file's content."""
+    """Return the xxh3_128 of a file's content."""
     digest = xxhash.xxh3_128()
     with path.open("rb", _HASHED_BLOCK) as file:
         while block := file.read(_HASHED_BLOCK):
@@ -311,14 +302,14 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(folder: Path, pattern: str) -> dict[str, str]:
-    """Hash of each file of a folder, by name."""
+    """Hash the files of a folder that match a pattern; return the hashes by name."""
     paths = sorted(folder.glob(pattern))
     hashes = read_each(folder, hash_file, paths)
     return {path.name: found for path, found in zip(paths, hashes, strict=True)}
 
 
 def move_file(path: Path, target: Path) -> None:
-    """Give a file another name, or upload it; the target is complete or absent."""
+    """Rename a file, or upload it; the target is complete or absent."""
     if is_remote(path) or not is_remote(target):
         path.replace(target)
         return
@@ -342,9 +333,9 @@ def remove_temporaries(folder: Path) -> None:
 def hold_lock(
     path: Path, what: str, *, shared: bool = False, lock: Callable[..., None] = fcntl.flock
 ) -> Iterator[None]:
-    """Hold a lock file while the block runs, or share it; a read-only file is locked as it is. With
-    `fcntl.lockf`, forked processes that outlive this one do not hold it. Raises StageError: another
-    process holds it. Object storage has no locks."""
+    """Hold a lock file while the block runs, alone or shared; a read-only file is locked as it is.
+    With `fcntl.lockf`, forked processes that outlive this one do not hold it. Raises StageError if
+    another process holds it. Object storage has no locks."""
     if is_remote(path):
         logger.info("object storage has no locks: start no second run on %s", what)
         yield
@@ -382,8 +373,8 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def kept_copy(path: Path, expected_hash: str) -> Path:
-    """The file itself; of an object a copy that this process makes once and keeps until it ends,
-    unless its hash is another one."""
+    """Return the path itself; of an object, a copy that this process makes once and keeps until it
+    ends, unless the hash differs."""
     if not is_remote(path):
         return path
     copy = _copies() / hash_bytes(f"{path} {expected_hash}".encode())
@@ -403,7 +394,7 @@ def _copies() -> Path:
 
 
 def load_array(path: Path) -> np.ndarray:
-    """An array in a .npy file, which stays on disk and is paged in as needed."""
+    """Map the array in a .npy file: it stays on disk and is paged in as needed."""
     with local_copy(path) as copy:  # mapped, it outlives its name
         array: np.ndarray = np.load(copy, mmap_mode="r", allow_pickle=False)
     return array

@@ -1,8 +1,7 @@
 """A set of keys on disk, for all samples of a dataset.
 
-A key is kept as its xxh3_128: 16 bytes, sorted, in a file that all processes map into memory. 10⁸
-keys are 1.6 GB; that one of 10⁸ further keys has the hash of another one, and would be taken for
-it, has a probability of 3e-23.
+The sorted xxh3_128 of the keys are in a file that all processes map into memory: 1.6 GB for 10⁸
+keys. The probability that any of 10⁸ other keys has the hash of one of them is 3e-23.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,7 @@ Hashes = npt.NDArray[np.bytes_]
 
 
 def hash_keys(keys: Iterable[str]) -> Hashes:
-    """(num_keys,) hashes, in the order of the keys."""
+    """Return (num_keys,) hashes, in the order of the keys."""
     # Tables hold keys that are not UTF-8 in this form.
     encoded = (key.encode("utf-8", "backslashreplace") for key in keys)
     digests = b"".join(map(xxhash.xxh3_128_digest, encoded))
@@ -32,12 +31,12 @@ def hash_keys(keys: Iterable[str]) -> Hashes:
 
 
 def sort_hashes(parts: Iterable[Hashes]) -> Hashes:
-    """All of several arrays, sorted, each once."""
+    """Join several arrays, sorted, each hash once."""
     return np.unique(np.concatenate([np.empty(0, _HASH), *parts]))
 
 
 class KeySet:
-    """Keys in a file. Sent to another process, it is only a path."""
+    """Keys in a file; pickled, it is only the path."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,21 +51,18 @@ class KeySet:
         return bool(self.find([key])[0])
 
     def find(self, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """(num_keys,): which of the keys are in the set."""
+        """Return (num_keys,) whether each key is in the set."""
         if self._hashes is None:
-            self._hashes = np.load(self._local_path(), mmap_mode="r")
+            path = self._path
+            if remote := as_remote(path):  # the processes of a machine share a copy
+                folder, what = scratch_folder(path.parent), "the keys of source.skip"
+                path = unpacked_copy(str(path), what, folder, remote.download)
+            self._hashes = np.load(path, mmap_mode="r")
         hashes, wanted = self._hashes, hash_keys(keys)
         if not len(hashes):
             return np.zeros(len(wanted), bool)
         places = np.minimum(hashes.searchsorted(wanted), len(hashes) - 1)
         return np.asarray(hashes[places] == wanted)
-
-    def _local_path(self) -> Path:
-        """The file; of an object, a copy that the processes of a machine share."""
-        if not (remote := as_remote(self._path)):
-            return self._path
-        folder, what = scratch_folder(self._path.parent), "the keys of source.skip"
-        return unpacked_copy(str(self._path), what, folder, remote.download)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_path": self._path, "_hashes": None}

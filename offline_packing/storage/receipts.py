@@ -1,14 +1,13 @@
-"""The receipt of a stage: with which inputs it was made, which files hold it, and its figures. A
-stage is complete while its receipt is there.
+"""The receipt of a stage: its inputs, its files and its figures. A stage is complete while its
+receipt is there.
 
 _packing/STAGE.json             written last
-_packing/copies/STAGE.json      written before it: a lost or damaged receipt is restored from it
-_packing/STAGE.started.json     of a stage that is not complete: its inputs, so that parts of two
-                                settings are never mixed
+_packing/copies/STAGE.json      written before it: a lost receipt is restored from it
+_packing/STAGE.started.json     inputs of a stage that is not complete: parts of two settings are
+                                never mixed
 
-Inputs are flat, from a field's name to its value, and are compared by one function; an earlier
-stage that this one is made from is an input by the hash of its files. Versions of libraries are no
-inputs: they only warn.
+Inputs map names of fields to plain values. An earlier stage is an input by the hash of its files.
+Versions of libraries are not inputs: a change only warns.
 """
 
 import json
@@ -26,7 +25,7 @@ from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
 
-#: In the order in which they are made, each from the ones before it.
+#: The stages in their order; each is made from the ones before it.
 STAGES: Final = ("measure", "plan", "write", "verify")
 
 Setting = str | int | bool
@@ -51,7 +50,7 @@ def started_path(packing: Path, stage: str) -> Path:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a stage made, and with what."""
+    """Inputs, files and figures of a complete stage."""
 
     inputs: dict[str, Setting]
     #: xxh3_128 of each file, by its name relative to the output
@@ -73,19 +72,19 @@ class Receipt:
 
 
 def hash_of(files: Mapping[str, str]) -> str:
-    """Return the hash of all files of a stage, given by theirs."""
+    """Hash all files of a stage, given their hashes."""
     return hash_bytes(to_json(files))
 
 
 def load_receipt(packing: Path, stage: str, form: Any = Receipt) -> Any:
-    """Return the receipt of a stage, as a type that pydantic knows; None: it is not complete.
-    Raises DamagedError if it is not as it was written, or has another form."""
+    """Return a stage's receipt as `form`, a type that pydantic knows; None: the stage is not
+    complete. Raises DamagedError if it is not as it was written, or has another form."""
     return read_json(receipt_path(packing, stage), form=form)
 
 
 def restore_receipt(packing: Path, stage: str, *, writes: bool = True) -> Receipt | None:
-    """Return the receipt of a stage, from its copy if it is lost; and write the lost one of the
-    two. Raises DamagedError if either is not as it was written, or they differ."""
+    """Return the receipt of a stage, or its copy; write the lost one of the two. Raises
+    DamagedError if one is not as it was written, or they differ."""
     path, copy = receipt_path(packing, stage), copy_path(packing, stage)
     found, other = (read_json(one, form=Receipt) for one in (path, copy))
     if found and other and found != other:
@@ -102,14 +101,14 @@ def restore_receipt(packing: Path, stage: str, *, writes: bool = True) -> Receip
 
 @dataclass(frozen=True)
 class Started:
-    """A stage that is not complete."""
+    """Inputs of a stage that is not complete."""
 
     inputs: dict[str, Setting]
-    #: how much there is to make, by what is counted; None: it is not known
+    #: the amounts to make by what is counted; None: unknown
     total: dict[str, NonNegative | None] = field(default_factory=dict)
 
     def save(self, packing: Path, stage: str) -> None:
-        """Write what a stage is made with, before its first task."""
+        """Write the inputs before the stage's first task."""
         path, content = started_path(packing, stage), to_json(seal(asdict(self)))
         if not path.is_file() or path.read_bytes() != content:  # several ranks write the same
             packing.mkdir(parents=True, exist_ok=True)
@@ -117,7 +116,7 @@ class Started:
 
     @classmethod
     def load(cls, packing: Path, stage: str) -> "Started | None":
-        """Return what a stage is being made with; None: it is complete, or was never started."""
+        """Read the inputs of a stage; None: it is complete, or was never started."""
         found: Started | None = read_json(started_path(packing, stage), form=cls)
         return found
 

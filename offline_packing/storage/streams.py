@@ -1,5 +1,4 @@
-"""Files within files: a range of a file; and compressed files, read from front to back or unpacked
-once for reads at any place.
+"""Ranges of files; and compressed files, read front to back, or unpacked once for random reads.
 
 A compressed file that is damaged, cut off, or unpacks to an absurd size gives the bytes before
 that, and then raises `DamagedStreamError`.
@@ -18,25 +17,25 @@ from offline_packing.errors import DiskFullError
 from offline_packing.storage.files import atomic_file, remove_temporaries, wait_for_lock
 from task_encoders.storage.ranges import RangeFile
 
-#: Suffixes of compressed files, and pyarrow's names of the codecs.
+#: Suffixes of compressed files to pyarrow's names of the codecs.
 CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
 
-#: Suffixes of files that are compressed otherwise: they are refused, not passed over.
+#: Suffixes of other compressed files: they are refused, not skipped.
 UNREAD_SUFFIXES: Final = (".xz", ".lzma", ".bz2", ".lz4", ".br", ".z")
 
-#: Beyond `_FREE_BYTES` a file may unpack to this many times its size: text 5 to 50, a bomb 1,000.
+#: A file may unpack to `_FREE_BYTES` and this many times its size: text has 5 to 50, a bomb 1,000.
 MAX_EXPANSION: Final = 200
 _FREE_BYTES: Final = 64 << 20
 _BLOCK: Final = 1 << 16
 
 
 class DamagedStreamError(ValueError):
-    """A file cannot be read, or not from some place on; the text says why and how to mend it."""
+    """A file cannot be read, or not to its end; the text says why and what to do."""
 
 
 def open_range(file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> BinaryIO:
-    """Bytes begin to begin + size of a file, as a file that closes it too, unless `keep_open`; it
-    has a buffer, as image headers are read in many small pieces."""
+    """Open bytes begin to begin + size of a file as a file, buffered for the many small reads of
+    image headers. Closing it closes the file, unless `keep_open`."""
 
     def read(start: int, end: int) -> bytes:
         file.seek(begin + start)
@@ -47,19 +46,19 @@ def open_range(file: BinaryIO, begin: int, size: int, *, keep_open: bool = False
 
 
 def size_of(file: BinaryIO) -> int:
-    """Return the bytes of an open file, which stays where it is."""
+    """Return the size of an open file, and keep its position."""
     position, size = file.tell(), file.seek(0, io.SEEK_END)
     file.seek(position)
     return size
 
 
 def codec_of(name: str) -> str | None:
-    """The codec that a file's name tells; None for a plain file."""
+    """Return the codec of a file by its suffix; None for a plain file."""
     return CODECS.get(name.rpartition(".")[2].lower())
 
 
 def open_unpacked(file: BinaryIO, name: str) -> BinaryIO:
-    """A file's content, unpacked if its name says that it is compressed; closing it closes both."""
+    """Open a file's content, unpacked if its suffix is in CODECS; closing it closes both."""
     codec = codec_of(name)
     if codec is None:
         return file
@@ -67,7 +66,7 @@ def open_unpacked(file: BinaryIO, name: str) -> BinaryIO:
 
 
 class _UnpackedStream(io.RawIOBase):
-    """Unpacks in blocks of one size: a damaged file always gives the same bytes before it fails."""
+    """Content in blocks of one size: a damaged file always gives the same bytes before it fails."""
 
     def __init__(self, file: BinaryIO, codec: str) -> None:
         import pyarrow as pa
@@ -75,7 +74,7 @@ class _UnpackedStream(io.RawIOBase):
         self._file, self._packed_size = file, size_of(file)
         self._stream: Any = pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
         self._unpacked = 0
-        #: the rest of the block that was unpacked last
+        #: the rest of the last block
         self._block = memoryview(b"")
 
     def readable(self) -> bool:
@@ -83,24 +82,20 @@ class _UnpackedStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if not self._block:
-            self._block = self._next_block()
+            try:
+                self._block = memoryview(self._stream.read(_BLOCK))
+            except OSError as error:
+                raise DamagedStreamError(" ".join(str(error).split())[:200]) from error
+            self._unpacked += len(self._block)
+            limit = _FREE_BYTES + MAX_EXPANSION * self._packed_size
+            if self._unpacked > limit:
+                raise DamagedStreamError(
+                    f"its {self._packed_size} bytes unpack to more than {limit}; "
+                    "if that is meant, unpack it yourself"
+                )
         data, self._block = self._block[: len(buffer)], self._block[len(buffer) :]
         buffer[: len(data)] = data
         return len(data)
-
-    def _next_block(self) -> memoryview:
-        try:
-            block = self._stream.read(_BLOCK)
-        except OSError as error:
-            raise DamagedStreamError(" ".join(str(error).split())[:200]) from error
-        self._unpacked += len(block)
-        limit = _FREE_BYTES + MAX_EXPANSION * self._packed_size
-        if self._unpacked > limit:
-            raise DamagedStreamError(
-                f"its {self._packed_size} bytes unpack to more than {limit}; "
-                "if that is meant, unpack it yourself"
-            )
-        return memoryview(block)
 
     def close(self) -> None:
         if not self.closed:
@@ -110,21 +105,17 @@ class _UnpackedStream(io.RawIOBase):
 
 
 def unpack(file: BinaryIO, name: str, target: BinaryIO) -> None:
-    """Write the content of a compressed file; of a damaged one, as far as it was measured."""
+    """Write the content of a compressed file, of a damaged one the bytes before the damage."""
     with open_unpacked(file, name) as content, contextlib.suppress(DamagedStreamError):
         shutil.copyfileobj(content, target, _BLOCK)
 
 
 def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO], None]) -> Path:
-    """A file in `folder` that is made once, by the first process that needs it; others wait.
-
-    If killed on the way, it leaves nothing that counts: the next one begins again. Where there are
-    no locks, several processes may write it at once, each to a file of its own, and all rename the
-    same content to the same name.
-
-    It is named by its source and the state of that, for which `what` is the word in messages.
-    Raises DiskFullError if the disk lacks the room.
-    """
+    """Return a file in `folder` that the first process that needs it writes; others wait, and the
+    next one begins again if that is killed. Where there are no locks, several processes may write
+    it at once, each to its own temporary file, and rename the same content to the same name.
+    `name` is its source with the source's state, `what` the source in messages. Raises
+    DiskFullError if the disk is full."""
     path = folder / f"{xxhash.xxh3_128_hexdigest(name.encode(errors='surrogateescape'))}.unpacked"
     if path.exists():
         return path

@@ -1,5 +1,5 @@
-"""Shards that are tars, written so that the same packs give the same bytes; and the members of any
-tar, from their headers alone: a tar is never extracted.
+"""Tar shards, written so that the same packs give the same bytes; and the members of any tar, read
+from its headers alone.
 
 train-000000.tar        one WebDataset sample per pack
 train-000000.tar.idx    uint64 little-endian: offset of each pack's first header, and the end
@@ -9,6 +9,7 @@ boundary, keeps every member in memory, and takes three times as long.
 """
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -21,36 +22,35 @@ import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.storage.files import start_writeback
 from offline_packing.storage.streams import DamagedStreamError
 from task_encoders.packs.pack_format import index_of_key
 from task_encoders.storage.paths import REMEDY, plain_name, read_indexed, read_range
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _REGULAR: Final = frozenset((b"0", b"\0", b"7"))
-#: Kinds of headers before a member's own: a long name, that of a link, PAX fields, global ones.
+#: Kinds of headers before a member's own: a long name, a link's long name, PAX and global fields.
 _EXTENSIONS: Final = frozenset((b"L", b"K", b"x", b"g"))
-#: A longer name or PAX header than this is taken for damage.
+#: The most bytes of a long name or PAX header; more are taken for damage.
 _MAX_EXTENSION_BYTES: Final = 1 << 20
 _SKIP: Final = 1 << 20
 _HEADER: Final = "a header"
 _END: Final = bytes(2 * _BLOCK)
-#: Bytes after which finished ones are sent to the disk.
+#: The number of finished bytes that are sent to the disk at a time.
 _WRITEBACK_BYTES: Final = 8 << 20
 
-#: Fields of a header that are the same in all: uid and gid, mtime, and what follows the checksum.
+#: Fields that are the same in all headers: uid and gid, mtime, and what follows the checksum.
 _IDS: Final = b"0000000\0" * 2
 _TIME: Final = b"00000000000\0"
 _FIXED: Final = (b"0" + bytes(100) + b"ustar\x0000").ljust(_BLOCK - 156, b"\0")
 _FIXED_SUM: Final = sum(_FIXED) + 8 * ord(" ")
 
-#: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
+#: Key and part of a member, split at the first dot of the file name as by WebDataset readers.
 _MEMBER: Final = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member: the places of its header and content, and whether it is a file."""
+    """Offsets of one member's header and content, and whether it is a file."""
 
     name: str
     header_offset: int
@@ -60,8 +60,8 @@ class TarMember:
 
 
 class TarReader:
-    """Goes through a tar once. A seekable file is read by its headers; in any other file, content
-    that `read` does not ask for is skipped."""
+    """Iterator over the members of a tar, once. Content that `read` does not ask for is skipped, by
+    seeking where the file can."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -69,20 +69,24 @@ class TarReader:
         if self._end is not None:
             file.seek(0)
         self._position = 0
-        #: whether the member given last was there to its end
+        #: whether the last yielded member was complete
         self.member_complete = True
 
     def __iter__(self) -> Iterator[TarMember]:
-        """The members in order. Raises DamagedStreamError if a header is damaged, or the tar ends
-        without its end marker, within a header or within the member that was given last."""
+        """Yield the members in order. Raises DamagedStreamError if a header is damaged, or the tar
+        ends without its end marker, within a header or within the last yielded member."""
         while True:
             header = self._take(_BLOCK, _HEADER)
-            if header == bytes(_BLOCK) and not (header := self._behind_end_marker()):
+            if header == bytes(_BLOCK) and not (header := self._after_end_marker()):
                 return
             begin = self._position - _BLOCK
             fields: dict[bytes, bytes] = {}
             while (kind := header[156:157]) in _EXTENSIONS:
-                data = self._extension(self._checked_size(header))
+                length = self._checked_size(header)
+                if length > _MAX_EXTENSION_BYTES:
+                    where = f"the header at byte {self._position}"
+                    raise DamagedStreamError(f"{where} claims a name of {length} bytes")
+                data = self._take(length + -length % _BLOCK, "a long name")[:length]
                 if kind == b"L":
                     fields[b"path"] = data.rstrip(b"\0")
                 elif kind == b"x":
@@ -103,11 +107,11 @@ class TarReader:
             self._skip_to(end + -size % _BLOCK, "padding")
 
     def read(self, member: TarMember) -> bytes:
-        """Content of the member given last. Raises DamagedStreamError if the tar ends before."""
+        """Read the last yielded member. Raises DamagedStreamError if the tar ends before."""
         return self._take(member.size, f"member {member.name!r}")
 
-    def _behind_end_marker(self) -> bytes:
-        """The first header of a tar joined to this one (`cat a.tar b.tar`); empty: only padding."""
+    def _after_end_marker(self) -> bytes:
+        """Read the first header of a tar that was appended (`cat a.tar b.tar`); empty: padding."""
         size = _BLOCK if self._end is None else _SKIP
         zeros = bytes(size)
         while piece := self._file.read(size):
@@ -123,13 +127,6 @@ class TarReader:
             self._position += len(piece)
         return b""
 
-    def _extension(self, size: int) -> bytes:
-        if size > _MAX_EXTENSION_BYTES:
-            raise DamagedStreamError(
-                f"the header at byte {self._position} claims a name of {size} bytes"
-            )
-        return self._take(size + -size % _BLOCK, "a long name")[:size]
-
     def _take(self, size: int, what: str) -> bytes:
         data = self._file.read(size)
         self._position += len(data)
@@ -139,7 +136,7 @@ class TarReader:
         return data
 
     def _skip_to(self, position: int, what: str) -> None:
-        """Skip to a position, which may lie after the end."""
+        """Skip to a position, which may be after the end."""
         if self._end is not None:
             if position > self._end:
                 raise DamagedStreamError(f"the tar ends within {what}, after {self._end} bytes")
@@ -149,7 +146,7 @@ class TarReader:
             self._take(min(_SKIP, position - self._position), what)
 
     def _checked_size(self, header: bytes) -> int:
-        """Size in the header read last, whose checksum is right."""
+        """Check the checksum of the last header, and return its size."""
         try:
             expected, size = _number(header[148:156]), _number(header[124:136])
         except ValueError:
@@ -160,7 +157,7 @@ class TarReader:
 
 
 def _number(field: bytes) -> int:
-    """Octal text, or base 256 where the first bit is set (GNU, for sizes from 8 GiB on)."""
+    """Parse octal text, or base 256 where the first bit is set (GNU, for sizes from 8 GiB)."""
     if field[0] & 0x80:
         return int.from_bytes(field, "big") & ~(1 << (8 * len(field) - 1))
     return int(field.partition(b"\0")[0].strip() or b"0", 8)
@@ -173,7 +170,7 @@ def _name(header: bytes) -> bytes:
 
 
 def _pax_fields(data: bytes) -> dict[bytes, bytes]:
-    """'20 path=a/b.jpg\\n...' -> {b'path': b'a/b.jpg'}; a malformed record ends the reading."""
+    """Parse '20 path=a/b.jpg\\n...' to {b'path': b'a/b.jpg'}, up to a malformed record."""
     fields: dict[bytes, bytes] = {}
     while data:
         length, _, _ = data.partition(b" ")
@@ -187,7 +184,7 @@ def _pax_fields(data: bytes) -> dict[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One member of a pack: 'img000.jpg', and where its content lies in the tar."""
+    """One member of a pack: 'img000.jpg', and where its content is in the tar."""
 
     name: str
     offset: int
@@ -196,7 +193,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PackEntry:
-    """One pack in a tar: from the header of its first member, padding of its last included."""
+    """One pack in a tar, from its first member's header to its last member's padding."""
 
     key: str
     offset: int
@@ -205,18 +202,18 @@ class PackEntry:
 
 
 class TarShardWriter:
-    """Writes packs to a file: ustar headers without time, owner or permissions of their own."""
+    """Writer of packs to a file, with ustar headers whose time, owner and permissions are fixed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digest = xxhash.xxh3_128()
-        #: bytes written
+        #: the number of bytes written
         self.size = 0
         self._sent = 0
         self.entries: list[PackEntry] = []
 
     def add(self, key: str, members: Sequence[tuple[str, bytes]]) -> None:
-        """Append a pack: names of its parts and their content, in order."""
+        """Append a pack, given the names and content of its parts in order."""
         start = self.size
         parts = []
         for name, data in members:
@@ -225,12 +222,16 @@ class TarShardWriter:
             self._write(data)
             self._write(bytes(-len(data) % _BLOCK))
         self.entries.append(PackEntry(key, start, self.size - start, tuple(parts)))
-        if self.size - self._sent >= _WRITEBACK_BYTES:
-            start_writeback(self._file, self._sent, self.size)
+        if (unsent := self.size - self._sent) >= _WRITEBACK_BYTES:
+            self._file.flush()
+            # Linux sends bytes to the disk that are no longer needed; the last sync is then short.
+            if hasattr(os, "posix_fadvise"):
+                advice = os.POSIX_FADV_DONTNEED
+                os.posix_fadvise(self._file.fileno(), self._sent, unsent, advice)
             self._sent = self.size
 
     def finish(self) -> str:
-        """Write the end of the archive; returns the xxh3_128 of all bytes."""
+        """Write the end of the archive, and return the xxh3_128 of all bytes."""
         self._write(_END)
         self._write(bytes(-self.size % tarfile.RECORDSIZE))
         return self._digest.hexdigest()
@@ -242,8 +243,8 @@ class TarShardWriter:
 
 
 def _header(name: str, size: int) -> bytes:
-    """A ustar header without time, owner or permissions of its own: 2 µs where tarfile takes 33;
-    tarfile writes names and sizes that packs do not have."""
+    """Return a ustar header with fixed time, owner and permissions, in 2 µs where tarfile takes 33;
+    tarfile makes those of long names and of sizes from 8 GiB."""
     encoded = name.encode()
     if len(encoded) > 100 or size >= 8**11:
         info = tarfile.TarInfo(name)
@@ -256,30 +257,30 @@ def _header(name: str, size: int) -> bytes:
 
 
 def member_size(size: int) -> int:
-    """Bytes that a member of this content size takes in a tar."""
+    """Return the bytes that a member with content of `size` bytes takes in a tar."""
     return _BLOCK + size + -size % _BLOCK
 
 
 def tar_size(content: int) -> int:
-    """Bytes of a tar whose members take `content` bytes: end marker and padding included."""
+    """Return the bytes of a tar whose members take `content` bytes."""
     return -(-(content + len(_END)) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def index_bytes(entries: Sequence[PackEntry]) -> bytes:
-    """Content of the `.tar.idx` beside a tar."""
+    """Return the content of a tar's `.tar.idx`."""
     end = entries[-1].offset + entries[-1].size if entries else 0
     return np.array([*(entry.offset for entry in entries), end], dtype="<u8").tobytes()
 
 
 def scan_tar(path: Path) -> Iterator[PackEntry]:
-    """The packs of a tar, in order, by its headers. Raises StageError if it is damaged, or cut."""
+    """Yield the packs of a tar from its headers. Raises StageError if it is damaged or cut off."""
     with _damage_named(path), path.open("rb") as file:
         yield from _scan(path, file)
 
 
 def read_pack_entry(path: Path, key: str) -> tuple[PackEntry, bytes]:
-    """A pack of a tar whose packs' keys count up, without reading earlier packs: its bytes, and the
-    places of its members. Raises StageError as `scan_tar`, or if the pack is missing."""
+    """Return one pack of a tar and its bytes, without reading earlier packs: their keys count up.
+    Raises StageError as `scan_tar`, or if the pack is missing."""
     with _damage_named(path):
         first = tarfile.TarInfo.frombuf(read_range(path, 0, _BLOCK), "utf-8", "surrogateescape")
         place = index_of_key(key) - index_of_key(first.name.partition(".")[0])
@@ -304,7 +305,7 @@ def _scan(path: Path, file: BinaryIO) -> Iterator[PackEntry]:
         plain_name(member.name.removeprefix("./"))
         match = _MEMBER.fullmatch(member.name)
         if not member.is_file or match is None:
-            raise StageError(f"{path}: member {member.name!r} is no file KEY.PART")
+            raise StageError(f"{path}: member {member.name!r} is not a file KEY.PART")
         if match[1] != key and parts:
             yield PackEntry(key, start, end - start, tuple(parts))
             parts = []

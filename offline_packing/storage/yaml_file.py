@@ -1,5 +1,5 @@
-"""YAML as people expect it to be read (`no` is text, `1e-5` is a number, no key twice), and a file
-of it with overrides `a.b=value` as a validated pydantic model; errors are one line."""
+"""YAML as people expect it (`no` is text, `1e-5` a number, no key twice), and configurations: YAML
+files with overrides `a.b=value`, validated by pydantic. Errors are one line."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 _BOOL: Final = "tag:yaml.org,2002:bool"
 _FLOAT: Final = "tag:yaml.org,2002:float"
 
-#: Values of a document.
+#: The most values that a document may have.
 _MAX_NODES: Final = 1_000_000
 
 
@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if keys.count(key) > 1:
                 line = node.start_mark.line + 1
-                raise ConfigError(f"key {key!r} stands twice in the mapping at line {line}")
+                raise ConfigError(f"key {key!r} is twice in the mapping at line {line}")
         return super().construct_mapping(node, deep)
 
 
@@ -47,17 +47,17 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parse a document. Raises ConfigError, which names it by `name`."""
+    """Parse a document. Raises ConfigError, which calls it `name`."""
     try:
         if "*" in text and _size(yaml.compose(text, _Loader), {}) > _MAX_NODES:
             raise ConfigError(f"its aliases hold more than {_MAX_NODES:,} values")
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ConfigError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{name} is no valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _size(node: yaml.Node | None, sizes: dict[int, int]) -> int:
-    """Return the number of nodes with each alias written out; nested lists of aliases are many."""
+    """Count the nodes with each alias expanded: nested aliases can make billions."""
     if id(node) not in sizes:
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         inner = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
@@ -66,9 +66,9 @@ def _size(node: yaml.Node | None, sizes: dict[int, int]) -> int:
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`; nothing after the
-    `=` is an empty text, as in a shell. Raises ConfigError if the override is not of the form
-    a.b=value, or leads through a plain value."""
+    """Set one value in a document: `pack.seed=1`, or `source.0.path=x` in a list; `a=` sets an
+    empty text, as in a shell. Raises ConfigError if the override has not the form a.b=value, or
+    goes through a plain value."""
     name, separator, text = override.partition("=")
     if not separator or not all(name.split(".")):
         raise ConfigError(f"override {override!r} is not of the form a.b=value")
@@ -87,20 +87,17 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def _key(target: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """Value of one part of a dotted name, in a mapping or, as a number, in a list."""
+    """Return one part of a dotted name as a key of a mapping, or as an index of a list."""
     if isinstance(target, dict):
         return part
     if not part.isdecimal() or int(part) >= len(target):
-        raise ConfigError(
-            f"override {override!r}: {part!r} is no item of a list of {len(target)}; "
-            "number the items from 0"
-        )
+        raise ConfigError(f"override {override!r}: {part!r} is not in 0 to {len(target) - 1}")
     return int(part)
 
 
 def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] = ()) -> ModelT:
-    """Read a YAML file, apply the overrides (their values are YAML), validate. Raises ConfigError
-    if the file cannot be read or parsed, or a field is unknown or has a bad value."""
+    """Read a YAML file, apply the overrides (their values are YAML), and validate. Raises
+    ConfigError if the file cannot be read or parsed, or a field is unknown or has a bad value."""
     name = f"config {str(path)!r}"
     try:
         text = Path(path).read_text("utf-8")
@@ -118,7 +115,6 @@ def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] 
     content = parse_yaml(text, name)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} is not a mapping; see the examples in the README")
-    content = dict(content)
     for override in overrides:
         apply_override(content, override)
     return validate(model, content, name)
@@ -129,14 +125,11 @@ def validate(model: type[ModelT], content: Mapping[str, Any], name: str = "confi
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = "; ".join(
-            _explain(model, dict(problem)) + _instead(problem["loc"], problem["input"])
-            for problem in error.errors()
-        )
+        problems = "; ".join(_explain(model, dict(problem)) for problem in error.errors())
         raise ConfigError(f"{name}: {problems}") from error
 
 
-#: What serves in place of options and values that went, or that other packers know.
+#: Replacements of options and values that were removed, or that other packers have.
 _INSTEAD: Final[Mapping[Any, str]] = {
     "pack.epochs": "plan further outputs with pack.strategy=mixed and other seeds",
     "greedy": "it is sequential",
@@ -145,37 +138,36 @@ _INSTEAD: Final[Mapping[Any, str]] = {
 }
 
 
-def _instead(location: tuple[int | str, ...], value: Any) -> str:
-    """Return what serves in place of a refused field or value, if that is known."""
-    names = (*location[-1:], ".".join(map(str, location)), str(value))
-    return "".join(f"; {_INSTEAD[name]}" for name in names if name in _INSTEAD)
-
-
 def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
-    """Field, value, what is valid."""
-    location = [str(name) for name in problem["loc"]]
+    """Describe one of pydantic's errors: field, value, and what is valid or replaces it."""
+    location, kind, value = (
+        [str(name) for name in problem["loc"]],
+        problem["type"],
+        problem["input"],
+    )
     field = ".".join(location)
-    if problem["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         fields = ", ".join(_model_at(model, location[:-1]).model_fields)
         valid = problem.get("ctx", {}).get("valid", fields)  # a source's depend on its format
-        return f"{field} is not a known field; valid: {valid}"
-    if problem["type"] == "missing":
-        return f"{field} is missing; set it"
-    if problem["type"] == "literal_error":
-        return f"{field}={problem['input']!r} is not valid; choose {problem['ctx']['expected']}"
-    if problem["type"] in ("tuple_type", "list_type"):
-        return f"{field}={problem['input']!r} is not a list; write [first, second]"
-    if problem["type"] in ("dict_type", "model_type"):
+        text = f"{field} is not a known field; valid: {valid}"
+    elif kind == "missing":
+        text = f"{field} is missing; set it"
+    elif kind == "literal_error":
+        text = f"{field}={value!r} is not valid; choose {problem['ctx']['expected']}"
+    elif kind in ("tuple_type", "list_type"):
+        text = f"{field}={value!r} is not a list; write [first, second]"
+    elif kind in ("dict_type", "model_type"):
         fields = ", ".join(_model_at(model, location).model_fields)
-        valid = f" with fields among: {fields}" if problem["type"] == "model_type" else ""
-        return f"{field}={problem['input']!r} is not a mapping; write {{name: value}}{valid}"
-    message = problem["msg"].removeprefix("Value error, ")
-    value = problem["input"]
-    if isinstance(value, str):
-        value = KEYS_IN_URL.sub("…", value)
-    shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
-    text = f"{message[:1].lower()}{message[1:]}"
-    return f"{field}{shown}: {text}" if field else text
+        valid = f" with fields among: {fields}" if kind == "model_type" else ""
+        text = f"{field}={value!r} is not a mapping; write {{name: value}}{valid}"
+    else:
+        message = problem["msg"].removeprefix("Value error, ")
+        text = f"{message[:1].lower()}{message[1:]}"
+        masked = KEYS_IN_URL.sub("…", value) if isinstance(value, str) else value
+        shown = f"={masked!r}" if isinstance(value, str | int | float | None) else ""
+        text = f"{field}{shown}: {text}" if field else text
+    names = (*location[-1:], field, str(value))
+    return text + "".join(f"; {_INSTEAD[name]}" for name in names if name in _INSTEAD)
 
 
 def explain_value_error(error: Exception) -> str:
@@ -188,7 +180,7 @@ def explain_value_error(error: Exception) -> str:
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:
-    """The model at a field: ['source', '0'] -> SourceOptions, where `source` holds several."""
+    """Return the model of a field: ['source', '0'] -> SourceOptions."""
     for name in location:
         if name in model.model_fields:
             model = next(_models_in(model.model_fields[name].annotation), model)

@@ -6,9 +6,9 @@
         - path: /data/out/first
           weight: 1200        # its packs in this split, and in one epoch
 
-A weight is the share of packs that are drawn from an output. With the number of its packs as
-weight, each pack of any output comes once per epoch, on average; since packs are full, that
-is also in proportion to tokens.
+Packs are drawn from the outputs in proportion to their weights. With the number of its packs as
+each output's weight, each pack comes once per epoch, on average; since packs are full, the outputs
+are also drawn in proportion to their tokens.
 """
 
 import itertools
@@ -31,21 +31,20 @@ from task_encoders.storage.energon_paths import energon_url
 
 logger = logging.getLogger(__name__)
 
-#: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
+#: Fields of a manifest that must be equal in all outputs: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
-#: Reads a column of hashes of some samples, part by part.
+#: Function that reads a column of hashes of some samples, part by part.
 _Hashes = Callable[[str], Iterator[Hashes]]
 
 
 def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
-    """The YAML of a metadataset of these outputs; its paths are absolute.
+    """Render the YAML of a metadataset of these outputs, with absolute paths.
 
     Args:
         each_once: each pack comes exactly once per epoch (blend_epochized), not on average (blend).
 
     Raises:
-        StageError: an output is not complete, or they were packed for another model or another
-            length of sequences.
+        StageError: an output is not complete, or their models or lengths of sequences differ.
     """
     roots = [folder.resolve() for folder in folders]
     repeated = next((root for root in roots if roots.count(root) > 1), None)
@@ -54,11 +53,22 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
     outputs = {root: require_manifest(root) for root in roots}
     layout = outputs[roots[0]].layout
     if layout != "energon":
-        raise StageError(
-            f"{roots[0]} has output.layout={layout}, which Energon does not "
-            "blend; pack it with output.layout=energon"
-        )
-    _check(outputs)
+        raise StageError(f"{roots[0]} has output.layout={layout}, and Energon blends energon only")
+    settings = {}
+    for root, manifest in outputs.items():
+        fields = manifest.fingerprint.items()
+        model = {name: value for name, value in fields if name.startswith("model.")}
+        settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model
+    root, first = next(iter(settings.items()))
+    for other, own in settings.items():
+        for name in sorted({*first, *own}):
+            if first.get(name) != own.get(name):
+                models = (outputs[one].config.get("model", {}) for one in (root, other))
+                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
+                raise StageError(
+                    f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
+                    "them again with the settings of the other"
+                )
     _warn_of_shared_samples(outputs)
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
@@ -78,8 +88,8 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
 
 
 def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of samples that two outputs hold, and of images and videos that one output is validated
-    on, and another trains. An output without the index and plan of its packs is not compared."""
+    """Warn of samples that are in two outputs, and of images and videos that one output trains and
+    another validates on. An output without its index and plan is not compared."""
     packed = {root: _packed_samples(root, manifest) for root, manifest in outputs.items()}
     for (other, others), (one, splits) in itertools.combinations(packed.items(), 2):
         parts = ((read("sample_hash") for read in own.values()) for own in (splits, others))
@@ -111,7 +121,7 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
 
 
 def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
-    """Per split, a function that reads a column of hashes of its samples, part by part."""
+    """Return, by split, a function that reads a column of hashes of its samples, part by part."""
     try:
         samples, plan = artifacts_of(root, manifest)
     except DamagedError:
@@ -127,21 +137,3 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
         chosen[plan.sample_ids[slice(*bounds)]] = True
         found[split] = partial(hashes_of, samples, chosen=chosen)
     return found
-
-
-def _check(outputs: Mapping[Path, Manifest]) -> None:
-    settings = {}
-    for root, manifest in outputs.items():
-        fields = manifest.fingerprint.items()
-        model = {name: value for name, value in fields if name.startswith("model.")}
-        settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model
-    root, first = next(iter(settings.items()))
-    for other, own in settings.items():
-        for name in sorted({*first, *own}):
-            if first.get(name) != own.get(name):
-                models = (outputs[one].config.get("model", {}) for one in (root, other))
-                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
-                raise StageError(
-                    f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
-                    "them again with the settings of the other"
-                )

@@ -1,7 +1,8 @@
-"""All stages in one call, for programs; `offline-packing run` does the same and prints."""
+"""All stages in one call from Python; `offline-packing run` does the same and prints."""
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, build_engine
-from offline_packing.runs.set_aside import check_media, check_set_aside
+from offline_packing.runs.set_aside import check_set_aside
 from offline_packing.runs.warnings import run_warnings
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verdict import check, known_verdict
@@ -34,11 +35,10 @@ class Packed:
     verified: VerifyResult
     #: the page with its figures
     report: Path
-    #: what may be wrong with the data or the configuration, a line each, as they are logged
+    #: lines about probable mistakes in the data or the configuration, as they are logged
     warnings: tuple[str, ...]
 
     def _repr_html_(self) -> str:
-        """The manifest's table; a notebook shows it for `pack(...)`."""
         return self.manifest._repr_html_()
 
 
@@ -60,7 +60,7 @@ def pack(
 
     Raises:
         ConfigError: a field is unknown or has a bad value.
-        StageError: a stage cannot go on, too much would be set aside, or the check found problems.
+        StageError: a stage cannot continue, too much would be set aside, or the check failed.
     """
     if isinstance(config, str | Path):
         config = load_config(config, overrides)
@@ -68,31 +68,28 @@ def pack(
         raise TypeError("overrides change a YAML file; change the configuration itself")
     elif not isinstance(config, PackingConfig):
         config = parse_config(config)
-    with build_engine(config.engine) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(build_engine(config.engine))
         run = Run(config, engine, frozenset(accept_mismatch), progress=progress)
-        with run.workspace.lock(shared=engine.IS_SHARED):
-            return _pack(run, deep)
-
-
-def _pack(run: Run, deep: bool) -> Packed:
-    if deep:
-        check_deep(run.config)
-    workspace = run.workspace
-    measure(run)
-    samples = open_index(run)
-    made = plan(run, samples)
-    warnings = tuple(run_warnings(run.config, samples, made.packs))
-    for line in warnings:
-        logger.warning("pack: warning: %s", line)
-    if not workspace.manifest.exists():
-        check_set_aside(run)
-        check_media(run)
-    manifest = write(run, samples, made)
-    known = known_verdict(run, deep=deep)
-    if known is not None:
-        logger.info("%s", known)
-    verified = known.result if known is not None else check(run, deep=deep)
-    if not verified.ok:
-        raise StageError(f"{workspace.root} has {render_verdict(verified)}")
-    report(run)
-    return Packed(workspace.root, manifest, verified, workspace.report / "report.html", warnings)
+        stack.enter_context(run.workspace.lock(shared=engine.IS_SHARED))
+        if deep:
+            check_deep(config)
+        measure(run)
+        samples = open_index(run)
+        made = plan(run, samples)
+        warnings = tuple(run_warnings(config, samples, made.packs))
+        for line in warnings:
+            logger.warning("pack: warning: %s", line)
+        workspace = run.workspace
+        if not workspace.manifest.exists():
+            check_set_aside(run)
+        manifest = write(run, samples, made)
+        known = known_verdict(run, deep=deep)
+        if known is not None:
+            logger.info("%s", known)
+        verified = known.result if known is not None else check(run, deep=deep)
+        if not verified.ok:
+            raise StageError(f"{workspace.root} has {render_verdict(verified)}")
+        report(run)
+    page = workspace.report / "report.html"
+    return Packed(workspace.root, manifest, verified, page, warnings)

@@ -142,7 +142,7 @@ def verify_tasks(
     deep: bool = False,
     is_part: bool = False,
 ) -> Iterator[VerifyTask]:
-    """The tasks of the shards that the manifest lists; only deep ones need the source."""
+    """Yield the task of each shard that the manifest lists; only deep tasks need the source."""
     config, root = run.config, run.workspace.root
     receipt = load_receipt(run.workspace.packing, "write")
     recorded = {} if is_part or receipt is None else receipt.files
@@ -253,7 +253,8 @@ def _pack_problems(
 def _from_rows(
     task: VerifyTask, stored: Pack, trees: Sequence[Tree]
 ) -> Iterator[list["PackedRow | str | None"]]:
-    """The samples of each tree as a row of it gives them back, or why it does not."""
+    """Encode each tree as a row, and yield its samples as the row gives them back, or why it does
+    not."""
     from megatron.energon.errors import FatalSampleError
 
     from task_encoders.concatenate import split_row
@@ -275,7 +276,7 @@ def _from_rows(
 
 
 def _differing(sample: EncodedSample, found: "PackedRow") -> list[str]:
-    """Names of the fields in which a sample from a row is not as it is alone."""
+    """Name the fields in which a sample from a row differs from the sample encoded alone."""
     import torch
 
     from task_encoders.concatenate import concatenate

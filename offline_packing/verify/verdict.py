@@ -99,9 +99,9 @@ def known_verdict(run: Run, *, deep: bool) -> Verdict | None:
 def check(
     run: Run, *, deep: bool = False, hash_only: bool = False, drawn: Drawn | None = None
 ) -> VerifyResult:
-    """`verify`, and keep the verdict: record it if one process checked the whole output and found
-    no problem; remove it if there was one. A deep verdict that holds is not replaced by a shallow
-    one. Raises as `verify`."""
+    """Run `verify`, and record its verdict if one process checked the whole output and found no
+    problem. Remove the recorded verdict if there was a problem. A deep verdict that holds is not
+    replaced by a shallow one. Raises as `verify`."""
     is_whole = not (hash_only or drawn or run.engine.IS_SHARED)
     depends_on = _depends_on(run, deep) if is_whole else {}
     try:
@@ -176,7 +176,8 @@ def _output_stamps(run: Run) -> _Stamps:
 
 
 def _source_stamps(run: Run) -> _Stamps:
-    """The files that samples of the index lie in, and those that describe their records."""
+    """Yield the stamps of the files that hold samples of the index, and of those that describe
+    their records."""
     sources = open_sources(run.config)
     for source in sources:
         if not (isinstance(source.root, MediaRoot) and isinstance(source.media, MediaRoot)):

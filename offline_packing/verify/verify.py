@@ -51,14 +51,14 @@ class Drawn:
     seed: int = 0
 
     def packs(self, plan: PackPlan) -> npt.NDArray[np.int64]:
-        """Numbers of the packs, ascending."""
+        """Draw the numbers of the packs, ascending."""
         wanted = self.amount * (len(plan.sample_ids) if self.amount < 1 else 1)
         order = np.random.default_rng(self.seed).permutation(plan.num_packs)
         ends = np.cumsum(np.diff(plan.pack_offsets)[order])
         return np.sort(order[: int(np.searchsorted(ends, wanted)) + 1])
 
     def shards(self, plan: PackPlan, shards: Sequence[PlannedShard]) -> list[PlannedShard]:
-        """The shards of these packs, cut to one pack each."""
+        """Return the shards of these packs, cut to one pack each."""
         firsts = np.array([shard.first_pack for shard in shards])
         packs = self.packs(plan)
         owners = np.searchsorted(firsts, packs, side="right") - 1
@@ -282,7 +282,7 @@ def _num_repeated(ordered: npt.NDArray[np.uint64]) -> int:
 def render_result(
     result: VerifyResult, *, deep: bool, hash_only: bool = False, drawn: Drawn | None = None
 ) -> str:
-    """The result as a table, problems below."""
+    """Write the result as a table, with the problems below it."""
     compared = "bytes compared with their hash" if drawn is None else "not compared as a whole"
     read = ", not opened" if hash_only else f", drawn with seed {drawn.seed}" if drawn else ""
     deep_lines = [

@@ -186,7 +186,8 @@ def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
 
 
 def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
-    """Upper limit of the bytes of all copies while this many shards are written.
+    """Estimate an upper limit of the bytes of all unpacked copies while this many shards are
+    written.
 
     A compressed file is unpacked as far as its last sample. Row groups are only copied where each
     shard uses little of them, as in a plan of many shards without locality.

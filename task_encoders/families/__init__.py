@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, SerializeAsAny
 
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
-from task_encoders.families.base.family import Family, ModelOptions
+from task_encoders.families.base.family import Family, ModelOptions, checkpoint_config
 from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
@@ -28,7 +28,6 @@ from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.tokenizer import require_hub
-from task_encoders.versions import require_supported
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -49,7 +48,7 @@ _QUESTION: Final = SourceSample("question", "vqa", (Turn("<image>\nWhat?", "A ca
 
 
 def model_options(**options: Any) -> ModelOptions:
-    """The options of a model, as its family declares them.
+    """Make the options of a model, as its family declares them.
 
     Args:
         options: `family`, a name in FAMILIES, and fields of its Options; None is the default.
@@ -106,7 +105,7 @@ def model_cost(model: ModelOptions) -> ModelCost:
 def build_sample_encoder(
     model: ModelOptions | str | None = None, processor: str | None = None, **options: Any
 ) -> SampleEncoder:
-    """The sample encoder of a model.
+    """Build the sample encoder of a model.
 
     Args:
         model: its settings whole; or a name in FAMILIES, with the others.
@@ -147,8 +146,8 @@ def build_sample_encoder(
 
 
 def family_of_processor(processor: str) -> str | None:
-    """The family that a checkpoint's config.json names, where it has one of a family here; of
-    several with that model type, the one whose processor the checkpoint has."""
+    """Return the family that a checkpoint's config.json names, None if there is none here. Of
+    several families with that model type, return the one whose processor the checkpoint has."""
     model_type = _model_type(processor)
     found = [one for one in FAMILIES.values() if model_type in one.model_types]
     if len(found) < 2:
@@ -186,7 +185,7 @@ def _checkpoint_json(processor: str, name: str) -> Mapping[str, Any]:
 
 
 def require_family(processor: str) -> str:
-    """The same. Raises ValueError where there is none."""
+    """Return the family of a checkpoint. Raises ValueError if there is none."""
     require_hub(processor)
     family = family_of_processor(processor)
     if family is None:
@@ -197,23 +196,14 @@ def require_family(processor: str) -> str:
 
 
 def _remedy(model_type: str | None) -> str:
-    """The remedy for a checkpoint whose model type no family has."""
+    """Name the remedy for a checkpoint whose model type no family has."""
     if model_type == "internvl_chat":
         return "take the checkpoint in transformers' form, whose name ends in -hf"
     return f"the families are {', '.join(FAMILIES)}"
 
 
 def _model_type(processor: str) -> str | None:
-    """`model_type` of a checkpoint's config.json, without the suffix of mixtures of experts; None
-    where it has none."""
-    if processor == BUILTIN:
-        return None
-    require_supported("transformers")
-    from transformers import PreTrainedConfig
-
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(processor)
-    except OSError:
-        return None
-    name = config.get("model_type")
+    """Return `model_type` of a checkpoint's config.json, without the suffix of mixtures of experts;
+    None if there is none."""
+    name = checkpoint_config(processor).get("model_type")
     return name.removesuffix("_moe") if isinstance(name, str) else None

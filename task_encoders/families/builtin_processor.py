@@ -16,8 +16,8 @@ from task_encoders.versions import require_supported
 
 @functools.cache
 def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
-    """`Qwen2Tokenizer` (fast) with the ids of every published Qwen2-VL checkpoint; `text_tokens`
-    as in `load_tokenizer`."""
+    """Make the fast `Qwen2Tokenizer` with the ids of every published Qwen2-VL checkpoint;
+    `text_tokens` as in `load_tokenizer`."""
     require_supported("transformers")
     from transformers import AddedToken, Qwen2Tokenizer
 
@@ -43,7 +43,7 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
 
 @functools.cache
 def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Qwen's tokens and their merges as transformers spells them; to find them takes seconds."""
+    """Find Qwen's tokens and their merges, spelled as transformers does; it takes seconds."""
     ranks = qwen_ranks()
     characters = {byte: character for character, byte in byte_level_alphabet().items()}
 
@@ -58,7 +58,7 @@ def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes, bytes]:
-    """The two tokens whose merge makes this one: byte-pair merging, stopped before it."""
+    """Find the two tokens whose merge makes this one: byte-pair merging, stopped before it."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         best, i = min(
@@ -72,12 +72,12 @@ def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes
 
 
 def has_builtin_processor(family: str) -> bool:
-    """Whether `builtin_processor` can make one."""
+    """Tell whether `builtin_processor` can make a family's processor."""
     return issubclass(FAMILIES[family].build, Qwen2VLEncoder)
 
 
 def builtin_processor(family: str | None = None, **options: Any) -> Any:
-    """A Qwen2-VL processor for images and text (its video part needs torchvision).
+    """Make a Qwen2-VL processor for images and text (its video part needs torchvision).
 
     Args:
         family: one with Qwen2-VL's template.
@@ -99,8 +99,9 @@ def builtin_processor(family: str | None = None, **options: Any) -> Any:
         def get_attributes(cls) -> list[str]:
             return ["image_processor", "tokenizer"]
 
-    names = ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size")
+    names = ("patch_size", "temporal_patch_size", "merge_size")
     images = {name: getattr(encoder.vision, name) for name in names}
+    images |= {name: getattr(encoder.options, name) for name in ("min_pixels", "max_pixels")}
     return ImageTextProcessor(
         image_processor=Qwen2VLImageProcessorPil(**images),
         tokenizer=builtin_tokenizer(encoder.TEXT_TOKENS),

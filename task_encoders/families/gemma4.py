@@ -9,9 +9,9 @@ There are several chat templates: the checkpoint's decides. After a call the mod
 `<|tool_response>`; the result follows, and the same turn goes on.
 """
 
-import io
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -23,12 +23,12 @@ from task_encoders.families.base.family import (
     TINY_TOWER,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
 )
-from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
+from task_encoders.families.base.spans import BlankImage, Grid, Medium, Span, two_tokens
 from task_encoders.field_types import Count
+from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import (
     Bytes,
     Normalisation,
@@ -36,7 +36,7 @@ from task_encoders.media.patches import (
     rescale_then_normalise,
 )
 from task_encoders.media.video import SampledVideo, sampled_frames
-from task_encoders.media.video_file import VideoHeader, decode_frames
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
 from task_encoders.text.template_proof import checkpoint_template
 from task_encoders.text.tokenizer import checkpoint_tokenizer
@@ -54,7 +54,7 @@ _DIALECT: Final = Dialect(
 )
 
 
-class Gemma4Options(ModelOptions):
+class Gemma4Options(ResizedOptions):
     """The budgets of transformers' processors, by their names there."""
 
     #: most tokens of an image: 70, 140, 280, 560 or 1120; it is resized to fill them
@@ -63,8 +63,6 @@ class Gemma4Options(ModelOptions):
     video_max_soft_tokens: Literal[70, 140, 280, 560, 1120] = 70
     #: frames taken from a video, spread evenly; a shorter one is taken whole
     video_max_frames: Count = 32
-    #: how images and frames are resized, as in the other families
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Gemma4Encoder(FamilyEncoder):
@@ -88,7 +86,7 @@ class Gemma4Encoder(FamilyEncoder):
     DIALECT = _DIALECT
     CAPTION_START = (Control("<bos>"),)
     CAPTION_END = Control("<eos>", 1.0)
-    LENGTHS_FOLLOW = ("max_video_frames",)
+    AROUND_PICTURE = ("<|image>", "<image|>")
 
     options: Gemma4Options
 
@@ -99,10 +97,10 @@ class Gemma4Encoder(FamilyEncoder):
                 f"{options.processor} has no chat template; copy chat_template.jinja into it "
                 "from a checkpoint that was trained on conversations (google/gemma-4-*-it)"
             )
-        values = Normalisation(_VALUES[options.resize], repeats=1)
-        super().__init__(options, patch_area=(TOKEN // self.POOL) ** 2, normalisation=values)
-        self._image, self._video, before, after = self.media_token_ids.values()
-        self._before, self._after = Span([before], 1), Span([after], 1)
+        side = TOKEN // self.POOL
+        vision = VisionSettings(patch_size=side, temporal_patch_size=1, resize=options.resize)
+        super().__init__(options, vision)
+        self.normalisation = Normalisation(_VALUES[options.resize], repeats=1)
         encode = self.tokenizer.encode
         for text in ("user\n", "What", " ", "1", "é:"):  # before a video's first time
             if encode(f"{text}00:00 ") != [*encode(text), *encode("00:00 ")]:
@@ -114,60 +112,43 @@ class Gemma4Encoder(FamilyEncoder):
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium((1, *self._patches(height, width, self.options.max_soft_tokens)))
 
-    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        medium = self.image_medium(image.height, image.width)
-        return self._cut([image], medium), medium
-
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         num_sampled = min(self.options.video_max_frames, header.num_frames)
         grid = self._patches(header.height, header.width, self.options.video_max_soft_tokens)
         frames = sampled_frames(header.num_frames, num_sampled)
         return SampledVideo((num_sampled, *grid), frames, 1.0, header.fps)
 
-    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        header = self.video_header(io.BytesIO(data))
-        sampled = self.sample_video(header)
-        frames = decode_frames(data, header, sampled.frames, self.max_image_pixels)
-        medium = Medium(sampled.grid, sampled)
-        return self._cut(frames, medium), medium
-
-    def _cut(self, frames: Iterable[PillowImage.Image], medium: Medium) -> Bytes:
-        """(t·h·w, p·p·3) patches of an image or of frames."""
-        side = TOKEN // self.POOL
-        return interleaved_patches(frames, medium.grid, side, self.options.resize)
+    def cut(self, frames: Iterable[PillowImage.Image], grid: Grid, depth: int) -> Bytes:
+        """Cut frames into patches (t·h·w, p·p·3)."""
+        return interleaved_patches(frames, grid, self.vision.patch_size, self.vision.resize)
 
     def _patches(self, height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
-        """Height and width in patches of an image of this size."""
-        rows, columns = _tokens(height, width, max_soft_tokens)
+        """Return the height and width, in patches, of an image of this size: its shape, scaled to
+        the budget (transformers' get_aspect_ratio_preserving_size)."""
+        factor = math.sqrt(max_soft_tokens * TOKEN**2 / (height * width))
+        rows, columns = (math.floor(factor * side / TOKEN) for side in (height, width))
+        if rows == 0:
+            rows, columns = 1, min(width // height, max_soft_tokens)
+        elif columns == 0:
+            rows, columns = min(height // width, max_soft_tokens), 1
         return rows * self.POOL, columns * self.POOL
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
         steps, height, width = medium.grid
         video = medium.video
-        token = self._image if video is None else self._video
+        token = self.image_token_id if video is None else self.video_token_id
         tokens = Span((token,), height * width // self.POOL**2)
+        before, after = self._around
         for i in range(steps):
             if video is not None:
                 minutes, seconds = divmod(int(video.frames[i] / (video.fps or _DEFAULT_FPS)), 60)
                 yield from self.texts.spans(Text(f"{' ' * (i > 0)}{minutes:02d}:{seconds:02d} "))
-            yield from (self._before, tokens, self._after)
+            yield from (before, tokens, after)
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:
         vision = hf_config.vision_config
         return two_tokens(vision.patch_size, vision.pooling_kernel_size)
-
-
-def _tokens(height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
-    """Rows and columns of tokens of an image of this size: its shape, scaled to the budget
-    (transformers' get_aspect_ratio_preserving_size)."""
-    factor = math.sqrt(max_soft_tokens * TOKEN**2 / (height * width))
-    rows, columns = (math.floor(factor * side / TOKEN) for side in (height, width))
-    if rows == 0:
-        rows, columns = 1, min(width // height, max_soft_tokens)
-    elif columns == 0:
-        rows, columns = min(height // width, max_soft_tokens), 1
-    return rows, columns
 
 
 #: The value of each byte in transformers' backends, the same in all channels.
@@ -189,6 +170,11 @@ _TINY: Final = {
     "use_bidirectional_attention": "vision",
 }
 
+#: Of both models; the other sizes differ.
+_SHAPE: Final = TransformerShape(
+    0, 30, 0, kv_share=1 / 2, query_size=4096, widening=2.0, window=1024
+)
+
 #: As in 26B-A4B and 31B, one layer in six sees everything before it. The others see a window, and
 #: all of an image in it.
 GEMMA4: Final = Family(
@@ -197,16 +183,7 @@ GEMMA4: Final = Family(
     Gemma4Encoder,
     ModelCost(
         "Gemma-4-26B-A4B",
-        TransformerShape(
-            2816,
-            30,
-            2112 + 8 * 704,
-            kv_share=1 / 2,
-            query_size=4096,
-            num_quadratic_layers=5,
-            widening=2.0,
-            window=1024,
-        ),
+        replace(_SHAPE, hidden_size=2816, ffn_size=2112 + 8 * 704, num_quadratic_layers=5),
         TransformerShape(1152, 27, 4304, causal=False),
         head=2816 * 262_144,
         merger=360_448.0,
@@ -247,16 +224,7 @@ GEMMA4_UNIFIED: Final = Family(
     Gemma4UnifiedEncoder,
     ModelCost(
         "Gemma-4-12B",
-        TransformerShape(
-            3840,
-            48,
-            15_360,
-            kv_share=1 / 2,
-            query_size=4096,
-            num_quadratic_layers=8,
-            widening=2.0,
-            window=1024,
-        ),
+        replace(_SHAPE, hidden_size=3840, num_layers=48, ffn_size=15_360, num_quadratic_layers=8),
         TransformerShape(0, 0, 0),  # no tower
         head=3840 * 262_144,
         merger=41_287_680.0,

@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -23,19 +23,16 @@ from task_encoders.families.base.family import (
     TINY,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
+    rope,
 )
-from task_encoders.families.base.spans import Medium, Span, patch_spans
+from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
-from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.patches import Normalisation
-from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
+from task_encoders.media.video import SampledVideo, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.chat_templates import THOUGHT, WRITE
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
 
@@ -124,7 +121,7 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 DEPTH: Final = 2
 
 
-class GlmOptions(ModelOptions):
+class GlmOptions(ResizedOptions):
     """Defaults of transformers' processors; limits of pixels are `size` in a checkpoint's files."""
 
     #: limits of an image, counted twice (for its two frames), after resizing, as in training
@@ -137,18 +134,11 @@ class GlmOptions(ModelOptions):
     video_min_pixels: Count = 16 * _TOKEN
     #: see video_min_pixels
     video_max_pixels: Count = 60_000 * _TOKEN
-    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
-        for kind in ("", "video_"):
-            least, most = (getattr(self, f"{kind}{end}_pixels") for end in ("min", "max"))
-            if not _TOKEN <= least <= most:
-                raise ValueError(
-                    f"{kind}min_pixels {least} and {kind}max_pixels {most} must satisfy {_TOKEN} "
-                    f"<= {kind}min_pixels <= {kind}max_pixels"
-                )
+        self.check_range("min_pixels", "max_pixels", _TOKEN)
+        self.check_range("video_min_pixels", "video_max_pixels", _TOKEN)
         return self
 
 
@@ -170,35 +160,19 @@ class GlmEncoder(FamilyEncoder):
     CAPTION_END = Control("<|endoftext|>", 1.0)
     VIDEOS_AS_IMAGES = True
     IMAGE_DEPTH = DEPTH
-    #: Frames that a video's file may have.
-    LENGTHS_FOLLOW = ("max_video_frames",)
+    AROUND_PICTURE = ("<|begin_of_image|>", "<|end_of_image|>")
 
     options: GlmOptions
 
     def __init__(self, options: GlmOptions) -> None:
         vision = VisionSettings(
-            options.min_pixels,
-            options.max_pixels,
-            options.max_aspect_ratio,
-            options.max_image_pixels or MAX_IMAGE_PIXELS,
-            patch_size=_PATCH,
-            temporal_patch_size=DEPTH,
-            resize=options.resize,
+            patch_size=_PATCH, max_aspect_ratio=options.max_aspect_ratio, resize=options.resize
         )
-        area = DEPTH * _PATCH**2  # an image's patches have both of its frames
-        values = Normalisation(patches.normalisation(vision).table, repeats=1)
-        super().__init__(options, vision, patch_area=area, normalisation=values)
-        self._tags = {name: Span([one], 1) for name, one in self.media_token_ids.items()}
+        super().__init__(options, vision)
 
     def image_medium(self, height: int, width: int) -> Medium:
         limits = self.options.min_pixels, self.options.max_pixels
-        return Medium(self._grid(DEPTH, height, width, limits))
-
-    def _grid(
-        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
-    ) -> tuple[int, int, int]:
-        height, width = volume_resize(num_frames, height, width, self.vision, limits)
-        return num_frames // DEPTH, height // _PATCH, width // _PATCH
+        return Medium(self.grid_of(volume_resize(DEPTH, height, width, self.vision, limits)))
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         if header.fps is None:
@@ -208,38 +182,27 @@ class GlmEncoder(FamilyEncoder):
             raise SampleError("bad_video", f"{header.num_frames / header.fps:.2f} s: no frame")
         num_frames = len(frames) + len(frames) % DEPTH  # the last one is repeated
         limits = self.options.video_min_pixels, self.options.video_max_pixels
-        return SampledVideo(
-            self._grid(num_frames, header.height, header.width, limits),
-            frames,
-            seconds_per_grid(header, num_frames, DEPTH),
-            header.fps,
-        )
+        size = volume_resize(num_frames, header.height, header.width, self.vision, limits)
+        return self.sampled(header, frames, size)
 
     @abstractmethod
     def frame_numbers(self, total: int, fps: float) -> Sequence[int]:
-        """Ascending numbers of the frames that are taken; repeated ones count once."""
+        """Return the numbers of the frames that are taken, ascending; repeated ones count once."""
 
     @abstractmethod
     def time_text(self, seconds: float) -> str:
-        """The time of a picture, as it is written after it."""
+        """Write the time of a picture, which follows it."""
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
-        tags, (_, height, width) = self._tags, medium.grid
-        picture = patch_spans(
-            self.media_token_ids["image_token_id"],
-            (1, height, width),
-            self.vision.merge_size,
-            tags["image_start_token_id"],
-            tags["image_end_token_id"],
-        )
+        picture = self.picture_spans(self.image_token_id, (1, *medium.grid[1:]))
         if medium.video is None:
             yield from picture
             return
-        yield tags["video_start_token_id"]
+        yield from self.texts.spans(Control("<|begin_of_video|>"))
         for number in medium.video.frames[::DEPTH]:
             yield from picture
             yield from self.texts.spans(Text(self.time_text(number / (medium.video.fps or 1.0))))
-        yield tags["video_end_token_id"]
+        yield from self.texts.spans(Control("<|end_of_video|>"))
 
 
 class Glm4vOptions(GlmOptions):
@@ -322,12 +285,7 @@ GLM4V: Final = Family(
             **TINY,
             "vocab_size": 151_552,
             "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [1, 1, 2],
-            },
+            "rope_parameters": rope(1e4, [1, 1, 2], partial_rotary_factor=0.5),
         },
         {
             "model_type": "glm4v_vision",

@@ -8,7 +8,7 @@ a video of 2 frames   Frame1: <img> [tile] </img>\\n Frame2: <img> [tile] </img>
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -20,19 +20,16 @@ from task_encoders.families.base.family import (
     TINY_TOWER,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count
-from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.pieces import CHATML, Control, Dialect, Fixed, Image, Piece, Text, Video
 
 #: Side of the square of patches that becomes a token.
@@ -59,7 +56,7 @@ _DIALECT: Final = Dialect(
 )
 
 
-class InternVL3Options(ModelOptions):
+class InternVL3Options(ResizedOptions):
     """Tiles of published checkpoints."""
 
     #: side of an image, or of its tiles, in pixels
@@ -68,12 +65,10 @@ class InternVL3Options(ModelOptions):
     patch_size: Count = 14
     #: fewest tiles of an image
     min_tiles: Count = 1
-    #: most tiles of an image, beside the thumbnail of one that has several
+    #: most tiles of an image, besides the thumbnail of one that has several
     max_tiles: Count = 12
     #: frames taken from a video: the middle one of each of this number of equal parts
     video_num_frames: Count = 8
-    #: how images and frames are resized, as in the other families
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
     @model_validator(mode="after")
     def _check_tiles(self) -> Self:
@@ -99,17 +94,13 @@ class InternVL3Encoder(FamilyEncoder):
     TEMPLATE = INTERNVL_TEMPLATE
     DIALECT = _DIALECT
     CAPTION_END = Control("<|im_end|>", 1.0)
-    LENGTHS_FOLLOW = ("max_video_frames",)
+    AROUND_PICTURE = ("<img>", "</img>")
 
     options: InternVL3Options
 
     def __init__(self, options: InternVL3Options) -> None:
         self._side = options.image_size // options.patch_size
         vision = VisionSettings(
-            options.image_size**2,
-            options.image_size**2 * options.max_tiles,
-            math.inf,
-            options.max_image_pixels or MAX_IMAGE_PIXELS,
             patch_size=options.patch_size,
             temporal_patch_size=1,
             merge_size=self._side,  # patches are cut tile by tile
@@ -118,12 +109,10 @@ class InternVL3Encoder(FamilyEncoder):
             resize=options.resize,
         )
         super().__init__(options, vision)
-        token_id = self.tokenizer.special_id
-        self._before, self._after = (Span([token_id(name)], 1) for name in ("<img>", "</img>"))
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles with the aspect ratio closest to the image's. Among equals the
-        most tiles win, until their area is more than twice the image's."""
+        """Return the rows and columns of tiles whose aspect ratio is closest to the image's. Of
+        equal ones those with most tiles win, unless their area is more than twice the image's."""
         found, least = (1, 1), math.inf
         for columns, rows in _arrangements(self.options.min_tiles, self.options.max_tiles):
             difference = abs(width / height - columns / rows)
@@ -142,7 +131,7 @@ class InternVL3Encoder(FamilyEncoder):
         grids = [(1, rows * self._side, columns * self._side)]
         if rows * columns > 1:
             grids.append((1, self._side, self._side))
-        cut = [patches.frame_patches([image], grid, 1, self.vision) for grid in grids]
+        cut = [self.cut([image], grid, 1) for grid in grids]
         return np.concatenate(cut), self.image_medium(image.height, image.width)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
@@ -162,11 +151,12 @@ class InternVL3Encoder(FamilyEncoder):
         steps, height, width = medium.grid
         num_pictures, num_tiles = (1, steps) if medium.video is None else (steps, 1)
         num_tokens = num_tiles * (height // _MERGE) * (width // _MERGE)
-        tokens = Span((self.media_token_ids["image_token_id"],), num_tokens)
+        tokens = Span((self.image_token_id,), num_tokens)
+        before, after = self._around
         for i in range(num_pictures):
             if i > 0:
                 yield from self.texts.spans(Text("\n" + _LABEL.format(i + 1)))
-            yield from (self._before, tokens, self._after)
+            yield from (before, tokens, after)
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:
@@ -177,8 +167,8 @@ class InternVL3Encoder(FamilyEncoder):
 
 
 def _with_first_labels(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces, with the label of its first frame before each video. The label is joined to the
-    text before it, since they are tokenized together."""
+    """Put the label of its first frame in front of each video. The label is joined to the text
+    before it, since they are tokenized together."""
     labelled: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, Fixed):
@@ -196,7 +186,7 @@ def _with_first_labels(pieces: Iterable[Piece]) -> list[Piece]:
 
 @cache
 def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of grids with these numbers of tiles, the fewest tiles first."""
+    """Return the columns and rows of grids of `least` to `most` tiles, the fewest tiles first."""
     sides = range(1, most + 1)
     found = [(columns, rows) for columns in sides for rows in sides]
     found = [one for one in found if least <= one[0] * one[1] <= most]

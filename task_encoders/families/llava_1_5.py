@@ -21,8 +21,8 @@ from task_encoders.families.base.family import (
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
-from task_encoders.media.image import CLIP_MEAN, CLIP_STD
-from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, rescale_then_normalise
+from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings
+from task_encoders.media.patches import BACKENDS, Bytes
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     SampleError,
@@ -76,12 +76,12 @@ class Llava15Encoder(FamilyEncoder):
         if options.template_options:
             raise ValueError(f"family {options.family} has no template_options; remove them")
         mean, std = TOWERS[options.tower]
-        values = Normalisation(rescale_then_normalise(mean, std), repeats=1)
-        super().__init__(options, patch_area=options.image_size**2, normalisation=values)
+        whole = {"patch_size": options.image_size, "temporal_patch_size": 1}
+        super().__init__(options, VisionSettings(mean=mean, std=std, **whole))
         side = options.image_size // options.patch_size
         self._grid = (1, side, side)
         num_tokens = options.tokens_per_image or side**2
-        self._image_span = Span((self.media_token_ids["image_token_id"],), num_tokens)
+        self._image_span = Span((self.image_token_id,), num_tokens)
         self._background = tuple(int(value * 255) for value in mean)
         # A tokenizer must not split text after a special token differently than alone.
         text = "USER: What is it? ASSISTANT: A cat.</s>USER: Why? ASSISTANT: So.</s>"
@@ -125,17 +125,17 @@ class Llava15Encoder(FamilyEncoder):
                     text = ""
                 else:
                     text += part
-            # A prompt ends in the colon: the blank, in "▁5" a token of its own, is the model's.
+            # A prompt ends in the colon: the blank, in "▁5" a separate token, is the model's.
             header, answer = f"{text} ASSISTANT:", f" {turn.answer}"
             yield Answer(header, answer, weight) if weight else Text(header + answer)
             yield Control(_END.token, weight)
             text = ""
 
     def _question(self, sample: SourceSample, prompt: str) -> list[str]:
-        """Texts and placeholders of a prompt, in order."""
+        """Return the texts and placeholders of a prompt in order."""
         if self.options.template == "neva":
             return split_at_media(sample, prompt)
-        # Images go in front of their turn, each on a line of its own.
+        # Images go in front of their turn, each on its own line.
         front = [IMAGE_PLACEHOLDER, "\n"] * prompt.count(IMAGE_PLACEHOLDER)
         return [*front, prompt.replace(IMAGE_PLACEHOLDER, "").strip()]
 

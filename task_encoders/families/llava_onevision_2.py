@@ -6,12 +6,16 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from task_encoders.families.base.family import Family, FamilyEncoder, beside_lengths
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    beside_lengths,
+    checkpoint_config,
+)
 from task_encoders.families.qwen2_vl import (
     LLAVA_ONEVISION_1_5,
     LlavaOneVision15Encoder,
     QwenImageOptions,
-    vision_config,
 )
 from task_encoders.field_types import Count
 
@@ -33,12 +37,11 @@ class LlavaOneVision2Encoder(LlavaOneVision15Encoder):
     """Frames of a video are images to this model: it takes no video files, and no codec input."""
 
     LENGTHS_OF = "llava_onevision_2"
-    LENGTHS_FOLLOW = ()
     sample_video = FamilyEncoder.sample_video
 
     def __init__(self, options: LlavaOneVision2Options) -> None:
         sizes = {"patch_size": options.patch_size, "merge_size": options.merge_size}
-        vision = vision_config(options)
+        vision = checkpoint_config(options.processor).get("vision_config", {})
         named = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
         for name, size in sizes.items():
             if (own := vision.get(named[name], size)) != size:

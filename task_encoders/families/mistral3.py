@@ -6,7 +6,7 @@ keep their shape.
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -16,15 +16,13 @@ from task_encoders.families.base.family import (
     TINY_TOWER,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
 from task_encoders.media.image import VisionSettings
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.pieces import Control, Dialect, Image
 from task_encoders.versions import require_at_least
 
@@ -107,15 +105,13 @@ _SINCE: Final = "5.15"
 _MERGE: Final = 2  # patches of a token on each side
 
 
-class Mistral3Options(ModelOptions):
+class Mistral3Options(ResizedOptions):
     """Images of any shape, made smaller where a side is longer than `longest_edge`."""
 
     #: longest side of an image after resizing, in pixels
     longest_edge: Count = 1540
     #: side of a patch in pixels; a token is a square of four patches
     patch_size: Count = 14
-    #: how images are resized: pil, or torch, as transformers 5 does where torchvision is installed
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Mistral3Encoder(FamilyEncoder):
@@ -135,18 +131,8 @@ class Mistral3Encoder(FamilyEncoder):
 
     def __init__(self, options: Mistral3Options) -> None:
         require_at_least("transformers", _SINCE, "Mistral's tokenizer")
-        patch, edge = options.patch_size, options.longest_edge
-        vision = VisionSettings(
-            patch**2,
-            max(edge, patch) ** 2,
-            math.inf,
-            options.max_image_pixels or MAX_IMAGE_PIXELS,
-            patch_size=patch,
-            temporal_patch_size=1,
-            merge_size=1,
-            resize=options.resize,
-        )
-        super().__init__(options, vision)
+        patches = {"patch_size": options.patch_size, "temporal_patch_size": 1, "merge_size": 1}
+        super().__init__(options, VisionSettings(resize=options.resize, **patches))
         self._row_ends = [self.tokenizer.special_id(f"[IMG_{name}]") for name in ("BREAK", "END")]
 
     def image_medium(self, height: int, width: int) -> Medium:
@@ -160,9 +146,8 @@ class Mistral3Encoder(FamilyEncoder):
 
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         rows, columns = (side // _MERGE for side in medium.grid[1:])
-        ids = np.full((rows, columns + 1), self.media_token_ids["image_token_id"])
-        ids[:, -1] = self._row_ends[0]
-        ids[-1, -1] = self._row_ends[1]
+        ids = np.full((rows, columns + 1), self.image_token_id)
+        ids[:, -1], ids[-1, -1] = self._row_ends
         return [Span(ids.ravel(), ids.size)]  # type: ignore[arg-type]
 
     @staticmethod

@@ -4,10 +4,9 @@ follow the time."""
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,25 +18,19 @@ from task_encoders.families.base.family import (
     ModelOptions,
     Preset,
     beside_lengths,
+    checkpoint_config,
+    rope,
 )
-from task_encoders.families.base.spans import Medium, Span, patch_spans
+from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
-from task_encoders.media import image
-from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings
-from task_encoders.media.video import (
-    SampledVideo,
-    frame_range,
-    sampled_frames,
-    seconds_per_grid,
-)
+from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings, smart_resize
+from task_encoders.media.video import SampledVideo, frame_range, sampled_frames
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
 from task_encoders.text.pieces import Control
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
-    BUILTIN,
     MEDIA_TOKEN_IDS,
     MEDIA_TOKENS,
     QWEN2_5_TEXT_TOKENS,
@@ -70,7 +63,7 @@ class QwenImageOptions(ModelOptions):
 
 
 class QwenVLOptions(QwenImageOptions):
-    """Videos, too."""
+    """Images and videos of any shape, resized within limits."""
 
     #: frames taken per second of video
     video_fps: Annotated[Number, Field(gt=0)] = 2.0
@@ -87,13 +80,8 @@ class QwenVLOptions(QwenImageOptions):
 
     @model_validator(mode="after")
     def _check_videos(self) -> Self:
-        for name in ("frames", "pixels"):
-            least, most = (getattr(self, f"video_{end}_{name}") for end in ("min", "max"))
-            if not 2 <= least <= most:
-                raise ValueError(
-                    f"video_min_{name} {least} and video_max_{name} {most} must satisfy "
-                    "2 <= min <= max"
-                )
+        self.check_range("video_min_frames", "video_max_frames", 2)
+        self.check_range("video_min_pixels", "video_max_pixels", 2)
         return self
 
 
@@ -107,8 +95,7 @@ class QwenVLEncoder(FamilyEncoder):
     PAD_TOKEN = "<|endoftext|>"
     MEDIA_TOKENS = MEDIA_TOKENS
     CAPTION_END = Control("<|im_end|>", 1.0)
-    #: Frames that a video's file may have.
-    LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ("max_video_frames",)
+    AROUND_PICTURE = ("<|vision_start|>", "<|vision_end|>")
 
     #: Temporal positions per second of a video; None: one per step of its grid.
     tokens_per_second: float | None = None
@@ -118,23 +105,16 @@ class QwenVLEncoder(FamilyEncoder):
     asked: MediumOptions = AS_FAMILY
 
     def __init__(self, options: QwenImageOptions, **patches: int) -> None:
-        """`patches`: sizes of VisionSettings that are not the class's."""
+        """Check the limits of pixels. `patches`: sizes of VisionSettings other than the class's."""
         vision = VisionSettings(
-            options.min_pixels,
-            options.max_pixels,
-            options.max_aspect_ratio,
-            options.max_image_pixels or MAX_IMAGE_PIXELS,
+            max_aspect_ratio=options.max_aspect_ratio,
             mean=self.MEAN,
             std=self.STD,
             resize=options.resize,
             **{"patch_size": self.PATCH_SIZE, **patches},
         )
+        options.check_range("min_pixels", "max_pixels", vision.factor**2)  # pixels of a token
         super().__init__(options, vision)
-        ids = self.media_token_ids
-        self.image_token_id = ids["image_token_id"]
-        self.video_token_id = ids["video_token_id"]
-        self._before = Span([ids["vision_start_token_id"]], 1)
-        self._after = Span([ids["vision_end_token_id"]], 1)
 
     def for_medium(self, options: MediumOptions) -> FamilyEncoder:
         if not options or not isinstance(self.options, QwenVLOptions):
@@ -146,7 +126,8 @@ class QwenVLEncoder(FamilyEncoder):
         return encoder
 
     def _limits(self, least: int, most: int, volume: int = 1) -> tuple[int, int]:
-        """Pixel limits of an image, or of `volume` frames, where its own options name none."""
+        """Return the pixel limits of an image, or of `volume` frames: the medium's own options take
+        the place of these."""
         asked = self.asked
         least = least if asked.min_pixels is None else asked.min_pixels * volume
         most = most if asked.max_pixels is None else asked.max_pixels * volume
@@ -155,10 +136,8 @@ class QwenVLEncoder(FamilyEncoder):
         return least, most
 
     def image_medium(self, height: int, width: int) -> Medium:
-        limits = self._limits(self.vision.min_pixels, self.vision.max_pixels)
-        height, width = image.smart_resize(height, width, self.vision, limits)
-        patch = self.vision.patch_size
-        return Medium((1, height // patch, width // patch))
+        limits = self._limits(self.options.min_pixels, self.options.max_pixels)
+        return Medium(self.grid_of(smart_resize(height, width, self.vision, limits)))
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         first, last = frame_range(header, self.asked.video_start, self.asked.video_end)
@@ -177,11 +156,11 @@ class QwenVLEncoder(FamilyEncoder):
         return even
 
     def _sample_clip(self, header: VideoHeader, first: int) -> SampledVideo:
-        """Frames spread evenly, resized one by one. Their number is a multiple of the frames in a
-        patch, as transformers' `sample_frames` counts them; of a video with fewer frames, which
-        transformers refuses, all are taken. `header`: of the frames from `first` on that are
-        shown."""
-        options, depth, patch = self.options, self.vision.temporal_patch_size, self.PATCH_SIZE
+        """Take frames that are spread evenly, and resize each by itself. Their number is a multiple
+        of the frames in a patch, as transformers' `sample_frames` counts them; of a video with
+        fewer frames, which transformers refuses, all are taken. `header` describes the frames from
+        `first` on that are shown."""
+        options, depth = self.options, self.vision.temporal_patch_size
         assert isinstance(options, QwenVLOptions)
         num_sampled = total = header.num_frames
         if total >= depth:
@@ -195,13 +174,9 @@ class QwenVLEncoder(FamilyEncoder):
         if options.video_max_tokens is not None:
             budget = int(options.video_max_tokens * self.vision.factor**2 * 0.9)
             most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
-        height, width = image.smart_resize(header.height, header.width, self.vision, (least, most))
-        return SampledVideo(
-            (-(-num_sampled // depth), height // patch, width // patch),
-            [first + number for number in sampled_frames(total, num_sampled)],
-            seconds_per_grid(header, num_sampled, depth),
-            header.fps,
-        )
+        size = smart_resize(header.height, header.width, self.vision, (least, most))
+        frames = [first + number for number in sampled_frames(total, num_sampled)]
+        return self.sampled(header, frames, size)
 
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         token_id, interval = self.image_token_id, 1.0
@@ -209,8 +184,7 @@ class QwenVLEncoder(FamilyEncoder):
             token_id = self.video_token_id
             if self.tokens_per_second is not None:
                 interval = self.tokens_per_second * medium.video.seconds_per_step
-        merge, tags = self.vision.merge_size, (self._before, self._after)
-        return patch_spans(token_id, medium.grid, merge, *tags, interval)
+        return self.picture_spans(token_id, medium.grid, interval)
 
 
 _PATCH: Final = 14
@@ -243,11 +217,6 @@ class Qwen2VLEncoder(QwenVLEncoder):
     PATCH_SIZE = _PATCH
     TEMPLATE = QWEN2_VL_TEMPLATE
 
-    def __init__(self, options: QwenImageOptions, **patches: int) -> None:
-        super().__init__(options, **patches)
-        if isinstance(options, Qwen2VLOptions):
-            self.video_end = options.video_end
-
 
 class Qwen25VLEncoder(Qwen2VLEncoder):
     """Temporal positions count the seconds of a video, 2 for each, unless the checkpoint's
@@ -257,31 +226,23 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
 
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
-        self.tokens_per_second = float(vision_config(options).get("tokens_per_second", 2.0))
-
-
-def vision_config(options: ModelOptions) -> Mapping[str, Any]:
-    """`vision_config` of a checkpoint's config.json; {} where there is none."""
-    if options.processor == BUILTIN:
-        return {}
-    from transformers import PreTrainedConfig
-
-    with suppress(OSError):  # a folder without that file
-        config, _ = PreTrainedConfig.get_config_dict(options.processor)
-        vision: Mapping[str, Any] = config.get("vision_config", {})
-        return vision
-    return {}
+        vision = checkpoint_config(options.processor).get("vision_config", {})
+        self.tokens_per_second = float(vision.get("tokens_per_second", 2.0))
 
 
 _TINY: Final = {
     **TINY,
     "vocab_size": VOCAB_SIZE,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "mrope_section": [2, 3, 3],
-    },
+    "rope_parameters": rope(1e6, [2, 3, 3]),
+}
+#: Towers since Qwen2.5-VL.
+TINY_VISION: Final = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
 }
 _TIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True}
 
@@ -310,18 +271,7 @@ QWEN2_5_VL: Final = Family(
         vision=TransformerShape(1280, 32, 3420, causal=False, num_quadratic_layers=4),
     ),
     "Qwen2_5_VL",
-    tiny=Preset(
-        _TINY,
-        {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "fullatt_block_indexes": [1],
-        },
-        _TIED,
-    ),
+    tiny=Preset(_TINY, {**TINY_VISION, "fullatt_block_indexes": [1]}, _TIED),
     megatron_core=True,
 )
 

@@ -1,7 +1,7 @@
 """Qwen3-VL and Qwen3.5, dense and mixture of experts: one processor, two templates. Qwen3.6
 and 3.8 are Qwen3.5 to transformers, and in their config.json; their checkpoints have own templates.
 
-A video is a run of steps in time, each with its time in words and vision tags of its own:
+A video is a run of steps in time, each with its time in words and its own vision tags:
 
     <|vision_start|> <0.3 seconds> <|vision_start|> … <|vision_end|> <1.3 seconds> … <|vision_end|>
 
@@ -9,26 +9,22 @@ Without the outer tags, the first time is tokenized with the text in front of it
 `it: <0.3 seconds>`. No token joins `<` and a digit: the rest waits until the video is known.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from task_encoders.families.base.cost import ModelCost, TransformerShape
-from task_encoders.families.base.family import TINY, Family, Preset, beside_lengths
-from task_encoders.families.base.spans import Medium, Span, patch_spans
-from task_encoders.families.qwen2_vl import QwenVLEncoder, QwenVLOptions
+from task_encoders.families.base.family import TINY, Family, Preset, beside_lengths, rope
+from task_encoders.families.base.spans import Medium, Span
+from task_encoders.families.qwen2_vl import TINY_VISION, QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
-from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
+from task_encoders.media.video import SampledVideo, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import Answer, Fixed, Piece, Text, Video
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
-from task_encoders.text.qwen_vocabulary import (
-    MEDIA_TOKEN_IDS,
-    QWEN3_TEXT_TOKENS,
-    VOCAB_SIZE,
-)
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS, QWEN3_TEXT_TOKENS, VOCAB_SIZE
 
 _PATCH: Final = 16
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -68,8 +64,8 @@ class Qwen3VLEncoder(QwenVLEncoder):
             yield f"{line}trainers with 4.57 to 5.9 set model.outer_video_tags: false", ""
 
     def _placed(self, *given: Any) -> Iterator[tuple[Piece, Sequence[Span]]]:
-        """Without outer tags, put the `<` of a video's first time in front of the video, or into
-        the last token of the text before it if both are one token."""
+        """Put the `<` of a video's first time in front of the video if there are no outer tags, or
+        into the last token of the text before it if both are one token."""
         placed = [*super()._placed(*given)]
         (opening,) = self.texts.spans(Text("<"))
         for i, (part, own) in enumerate([] if self.options.outer_video_tags else placed):
@@ -103,32 +99,27 @@ class Qwen3VLEncoder(QwenVLEncoder):
             share = min(options.video_max_tokens * self.vision.factor**2, most // volume)
             most = max(share, int(least * 1.05)) * volume
         limits = least, most
-        height, width = volume_resize(volume, header.height, header.width, self.vision, limits)
-        return SampledVideo(
-            (-(-num_sampled // depth), height // _PATCH, width // _PATCH),
-            frames.tolist(),
-            seconds_per_grid(header, num_sampled, depth),
-            header.fps,
-        )
+        size = volume_resize(volume, header.height, header.width, self.vision, limits)
+        return self.sampled(header, frames.tolist(), size)
 
-    def medium_spans(self, medium: Medium) -> Iterable[Span]:
-        return super().medium_spans(medium) if medium.video is None else self._steps(medium.video)
-
-    def _steps(self, video: SampledVideo) -> Iterator[Span]:
-        """A video's tokens: each step after the time in its middle, the mean of its first and last
-        frame's, in seconds."""
-        (_, height, width), depth = video.grid, self.vision.temporal_patch_size
+    def medium_spans(self, medium: Medium) -> Iterator[Span]:
+        """Yield the tokens of an image, or of a video: each step follows the time in its middle in
+        seconds, the mean of the times of its first and last frame."""
+        video = medium.video
+        if video is None:
+            yield from super().medium_spans(medium)
+            return
+        depth, is_tagged = self.vision.temporal_patch_size, self.options.outer_video_tags
         frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
         times = [number / (video.fps or 1.0) for number in frames]
-        step, merge = (1, height, width), self.vision.merge_size
-        is_tagged = self.options.outer_video_tags
-        yield from (self._before,) * is_tagged
+        step = self.picture_spans(self.video_token_id, (1, *video.grid[1:]))
+        yield from step[:is_tagged]
         for i in range(0, len(times), depth):
             seconds = (times[i] + times[i + depth - 1]) / 2
             opening = "<" if i or is_tagged else ""  # or see `_placed`
             yield from self.texts.spans(Text(f"{opening}{seconds:.1f} seconds>"))
-            yield from patch_spans(self.video_token_id, step, merge, self._before, self._after)
-        yield from (self._after,) * is_tagged
+            yield from step
+        yield from step[2:] * is_tagged
 
 
 class Qwen35Encoder(Qwen3VLEncoder):
@@ -141,13 +132,6 @@ class Qwen35Encoder(Qwen3VLEncoder):
 
 
 _TINY: Final = {**TINY, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-6}
-_TINY_VISION: Final = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-}
 
 QWEN3_VL: Final = Family(
     "qwen3_vl",
@@ -166,14 +150,9 @@ QWEN3_VL: Final = Family(
         {
             **_TINY,
             "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [4, 2, 2],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": rope(5e6, [4, 2, 2], mrope_interleaved=True),
         },
-        {**_TINY_VISION, "deepstack_visual_indexes": [0, 1]},
+        {**TINY_VISION, "deepstack_visual_indexes": [0, 1]},
         {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
     ),
     megatron_core=True,
@@ -197,19 +176,15 @@ QWEN3_5: Final = Family(
             "num_hidden_layers": 4,
             "vocab_size": 248_320,
             "head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e7,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": rope(
+                1e7, [2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25
+            ),
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        _TINY_VISION,
+        TINY_VISION,
         {
             "image_token_id": 248_056,
             "video_token_id": 248_057,

@@ -57,7 +57,7 @@ class ShardRange(NamedTuple):
 
 
 def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers]:
-    """The shards of a split, and the packs of an epoch, by their places in them, (num_packs,).
+    """Find the shards of a split, and the packs of an epoch by their places in them, (num_packs,).
 
     Raises PackedFolderError if there are none to be found, StorageError if a URL leads nowhere.
     """
@@ -73,7 +73,7 @@ def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers
 
 
 def no_packs(path: str | Path, split: str) -> PackedFolderError:
-    """The error of a split that is missing or empty."""
+    """Return the error of a split that is missing or empty."""
     remedy = f"pack with output.split={{train: 0.99, {split}: 0.01}}"
     return PackedFolderError(f"{path} has no packs in its {split} split; {remedy}")
 
@@ -95,10 +95,11 @@ def read_index(shard: ShardRange) -> Numbers:
 
 
 def spread(sizes: Sequence[int], draws: Sequence[int]) -> Numbers:
-    """The places of an epoch's packs, where `draws[i]` come from dataset i of `sizes[i]` packs.
+    """Return the places of an epoch's packs, where `draws[i]` come from dataset i of `sizes[i]`
+    packs.
 
-    Each dataset's come in their order, again from the first after the last, and evenly over the
-    epoch: sizes [2, 4], draws [4, 4] -> 0 2 1 3 0 4 1 5.
+    Each dataset's packs come in their order, again from the first after the last, and evenly over
+    the epoch: sizes [2, 4], draws [4, 4] -> 0 2 1 3 0 4 1 5.
     """
     firsts = np.cumsum([0, *sizes])[:-1]
     rounds = zip(firsts, sizes, draws, strict=True)
@@ -138,7 +139,7 @@ def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers
 
 
 def _shards_of_metadataset(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
-    """The shards as Energon resolves them. In training, datasets are spread over an epoch by their
+    """Find shards as Energon resolves them. In training, datasets are spread over an epoch by their
     weights or repetitions; otherwise they follow each other, each pack once."""
     entries = load_datasets(path, split)
     parts = [_shards_of_dataset(entry) for entry in entries]
@@ -161,7 +162,7 @@ def _shards_of_metadataset(path: Path, split: str) -> tuple[list[ShardRange], Nu
 
 
 def load_datasets(path: Path, split: str) -> list[Any]:
-    """The datasets of a split, as Energon resolves them. Raises PackedFolderError."""
+    """Load the datasets of a split, as Energon resolves them. Raises PackedFolderError."""
     if not path.is_file() and not (path / ".nv-meta").is_dir():
         raise PackedFolderError(
             f"{path} is neither a packed folder nor a metadataset YAML; offline-packing run "
@@ -195,8 +196,8 @@ def load_datasets(path: Path, split: str) -> list[Any]:
 
 
 def _draws(entries: Sequence[Any], sizes: Sequence[int]) -> list[int]:
-    """Packs of an epoch from each dataset of a blend. By weight, an epoch is as long as it takes
-    for each pack to come once: sizes [100, 100], weights [2, 1] -> [200, 100]."""
+    """Count the packs of an epoch from each dataset of a blend. By weight, an epoch is as long as
+    it takes for each pack to come once: sizes [100, 100], weights [2, 1] -> [200, 100]."""
     if any(entry.weight is None for entry in entries):
         repetitions = [1 if entry.repetitions is None else entry.repetitions for entry in entries]
         return [round(size * times) for size, times in zip(sizes, repetitions, strict=True)]
@@ -229,8 +230,8 @@ def _shards_of_dataset(entry: Any) -> list[ShardRange]:
 
 
 def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | None:
-    """Columns of the shards' packs, in the given order. None: a manifest is missing. Raises
-    ManifestError."""
+    """Read the columns of the shards' packs, in the given order; None if a manifest is missing.
+    Raises ManifestError."""
     parts: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]] = {}
     for root in {shard.root for shard in shards}:
         manifest = read_manifest(root)
@@ -248,9 +249,9 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
 def order_of_steps(
     shards: Sequence[ShardRange], order: Numbers, split: str
 ) -> tuple[Numbers, int, bool]:
-    """The packs of an epoch, those of a step side by side; the number of ranks of `pack.order`; and
-    whether each step's packs are of one kind (`pack.order.uniform`). The given order, 0 and False
-    if not all datasets were packed with `pack.order` for the same ranks.
+    """Return the packs of an epoch, step by step; the number of ranks of `pack.order`; and whether
+    each step's packs are of one kind (`pack.order.uniform`). If not all datasets were packed with
+    `pack.order` for the same ranks, return the given order, 0 and False.
 
     Any divisor of these ranks that takes the packs in turn has packs of similar cost, or of one
     kind, at each step.
@@ -272,7 +273,7 @@ def order_of_steps(
         is_whole &= size % (num_ranks * workers) == 0
         tables.append(first + order_of_reading(size, num_ranks, workers))
     places = np.concatenate(tables)
-    if not is_whole:  # steps of several datasets cannot stand side by side
+    if not is_whole:  # steps of several datasets cannot follow each other
         if len(order) == len(places) and len(roots) == 1:
             return places, num_ranks, False
         return order, 0, False
@@ -284,8 +285,8 @@ def order_of_steps(
 
 
 def order_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Numbers:
-    """Packs in the order in which Energon's workers read them, step by step; steps at which not
-    every rank has a pack come last. With 2 ranks of 2 workers and 8 packs: 0 4 | 2 6 | 1 5 | 3 7.
+    """Return packs in the order in which Energon's workers read them, step by step. Steps at which
+    not every rank has a pack come last: 2 ranks of 2 workers, 8 packs: 0 4 | 2 6 | 1 5 | 3 7.
 
     Energon cuts the packs into num_ranks · num_workers blocks, rank after rank and worker after
     worker; a rank takes one pack from each of its workers in turn. What does not divide evenly
@@ -298,7 +299,7 @@ def order_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Number
 
 
 def steps_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Numbers:
-    """The step at which each pack is read, (num_packs,); see `order_of_reading`."""
+    """Return the step at which each pack is read, (num_packs,); see `order_of_reading`."""
     workers = max(1, num_workers)
     blocks = num_ranks * workers
     size, longer = divmod(num_packs, blocks)
@@ -310,7 +311,7 @@ def steps_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Number
 
 
 def _bit_reversal(indices: Numbers) -> Numbers:
-    """[0 1 2 3 4 5 6 7] -> [0 4 2 6 1 5 3 7]: both halves in this order, alternately."""
+    """Reverse bits, [0 1 2 3 4 5 6 7] -> [0 4 2 6 1 5 3 7]: both halves so, alternately."""
     if len(indices) <= 2:
         return indices
     middle = len(indices) // 2

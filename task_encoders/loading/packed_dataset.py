@@ -32,7 +32,7 @@ def get_packed_train_dataset(
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[Any]:
-    """Energon's `get_train_dataset`, keeping the order in which packs were written.
+    """Call Energon's `get_train_dataset`, keeping the order in which packs were written.
 
     With its defaults Energon shuffles shards and reads several at once, which undoes an order that
     gives all ranks packs of similar cost. The price of keeping it: every epoch has the same order,
@@ -71,7 +71,7 @@ def get_packed_val_dataset(
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:
-    """Energon's `get_val_dataset` with the same arguments.
+    """Call Energon's `get_val_dataset` with the same arguments.
 
     Raises:
         PackedFolderError: there are no packs in the val split.
@@ -93,7 +93,7 @@ def get_packed_val_dataset(
 
 
 def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "PackedLoader":
-    """Energon's `get_savable_loader` for packs: a restored loader resumes at once and exactly.
+    """Call Energon's `get_savable_loader` for packs: a restored loader resumes at once and exactly.
 
     Args:
         dataset: of `get_packed_train_dataset` or any other Energon call with our task encoder.
@@ -142,8 +142,9 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
             return super()._get_iterator()
 
     def save_state_rank(self) -> SavableDataLoaderState | None:
-        """Same as Energon's, but a worker that has delivered nothing in this pass yet is at its
-        start, not at the end of the previous one; one yet to begin is where it will begin."""
+        """Save as Energon does, with two exceptions. A worker that has delivered nothing in this
+        pass yet is at its start, not at the end of the previous pass; a worker yet to begin is
+        where it will begin."""
         # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
         if _running(self) is None:
             self._has_workers = False
@@ -167,7 +168,7 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         return state
 
     def restore_state_rank(self, state: SavableDataLoaderState | None) -> None:
-        """Same as Energon's. Raises ValueError for a state of another number of workers."""
+        """Restore as Energon does. Raises ValueError for a state of another number of workers."""
         states = [] if state is None else state.worker_states
         then = sum(isinstance(one, SavableDatasetCheckpoint) for one in states)  # in a worker
         now = self.worker_config.num_workers
@@ -187,7 +188,7 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
 
 
 def _running(loader: SavableDataLoader[Any]) -> Any:
-    """The iterator that drives the loader's workers (torch has no public name for it), or None."""
+    """Return the iterator that drives the loader's workers, or None; torch does not name it."""
     return vars(loader).get("_iterator")
 
 

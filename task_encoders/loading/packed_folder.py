@@ -8,7 +8,7 @@
 
     DataLoader(folder, batch_sampler=…, collate_fn=folder.collate)      encodes in its workers
 
-Opening reads only the `.idx` beside each shard: where each pack begins, and the end. No file stays
+Opening reads only the `.idx` of each shard: where each pack begins, and the end. No file stays
 open, so that a folder can be pickled and forked.
 """
 
@@ -31,11 +31,7 @@ from task_encoders.loading.folder_shards import (
     read_columns,
     read_index,
 )
-from task_encoders.packs.manifest import (
-    WRITTEN_AGAIN,
-    PackColumns,
-    written_again,
-)
+from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.stored_media import with_stored_media
@@ -67,8 +63,8 @@ class RawPack(NamedTuple):
 
 
 class PackedFolder:
-    """The packs of one split, in written order; under `pack.order`, those of each step side by
-    side. Implements torch's protocol of map-style datasets.
+    """The packs of one split, in written order, under `pack.order` step by step. Implements torch's
+    protocol of map-style datasets.
 
     A blend is one epoch over which the datasets' packs are spread evenly. A pack comes as often as
     `blend_epochized` repeats its dataset, or by the weights of a `blend`, at least once; a warning
@@ -105,14 +101,19 @@ class PackedFolder:
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
         #: one more per shard than it has packs
         self._offsets = np.concatenate([np.empty(0, np.int64), *indices])
-        if task_encoder is not None:
-            _check(self.shards, task_encoder)
+        if task_encoder is not None:  # as it checks the datasets that Energon gives it
+            flavors_of = {shard.root: shard.subflavors for shard in self.shards}
+            task_encoder.is_blend |= len(flavors_of) > 1
+            for folder, flavors in flavors_of.items():
+                own = flavors.get("offline_packing")
+                task_encoder.settings.resolve_task(None, own, blend=task_encoder.is_blend)
+                task_encoder.check_manifest(folder)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, number: SupportsIndex) -> RawPack:
-        """Raises IndexError, and PackedFolderError where a shard is cut, damaged or written
+        """Read a pack. Raises IndexError, and PackedFolderError if a shard is damaged or written
         again."""
         wanted = index(number)
         if not -len(self) <= wanted < len(self):
@@ -131,7 +132,7 @@ class PackedFolder:
             raise PackedFolderError(line) from error
 
     def __getitems__(self, numbers: Sequence[int]) -> list[RawPack]:
-        """Packs for torch's DataLoader, whose default collation is refused."""
+        """Read packs for torch's DataLoader, and have it refuse its default collation."""
         from torch.utils.data._utils.collate import default_collate_fn_map
 
         default_collate_fn_map[RawPack] = _refuse_collation  # torch's documented extension
@@ -148,7 +149,7 @@ class PackedFolder:
         return map(self.__getitem__, range(len(self)))
 
     def columns(self) -> PackColumns | None:
-        """Media and operations of each pack; None where a manifest does not record them."""
+        """Return media and operations of each pack; None if a manifest does not record them."""
         return read_columns(self.shards, self.order)
 
     def row(self, number: int) -> "PackedRowSample":
@@ -158,12 +159,12 @@ class PackedFolder:
         return self._encode(self[number])
 
     def batch(self, numbers: Sequence[int]) -> "PackedBatch":
-        """Packs in one row with merged cu_lengths, as a micro batch of the Energon loader."""
+        """Encode packs to one row with merged cu_lengths, as the Energon loader's micro batch."""
         return self.collate([self[number] for number in numbers])
 
     def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
-        """The same for packs already read: a DataLoader's `collate_fn`. `dropped` names packs
-        without a usable sub-sample.
+        """Encode packs that were read to one row: a DataLoader's `collate_fn`. `dropped` names
+        packs without a usable sub-sample.
 
         Raises:
             SampleError: no pack has a usable sub-sample.
@@ -204,26 +205,16 @@ def _refuse_collation(packs: Sequence[RawPack], **_: object) -> None:
     )
 
 
-def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> None:
-    """Check the folders as the task encoder checks the datasets that Energon gives it."""
-    flavors_of = {shard.root: shard.subflavors for shard in shards}
-    task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1
-    for folder, flavors in flavors_of.items():
-        task = flavors.get("offline_packing")
-        task_encoder.settings.resolve_task(None, task, blend=task_encoder.is_blend)
-        task_encoder.check_manifest(folder)
-
-
 def _generation(shard: ShardRange) -> str:
-    """Generation of a shard's packs, as its folder said when it was opened; "": it did not say."""
+    """Return the generation of a shard's packs when its folder was opened; "" if unknown."""
     return str(shard.subflavors.get("generation", ""))
 
 
 def _open_again(
     cls: type[PackedFolder], opened: Mapping[str, str], *args: Any, split: str
 ) -> PackedFolder:
-    """The same folder in another process. Raises PackedFolderError if it was written again since
-    it was first opened: its packs have other numbers."""
+    """Open the same folder in another process. Raises PackedFolderError if it was written again
+    since it was first opened: its packs have other numbers."""
     folder = cls(*args, split=split)
     for shard in folder.shards:
         before, now = opened.get(str(shard.root), ""), _generation(shard)
@@ -233,7 +224,7 @@ def _open_again(
 
 
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
-    """The pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
+    """Read the pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
     where = f"{shard.path}, bytes {start} to {end}"
     try:
         data = read_range(shard.path, start, end)
@@ -251,7 +242,7 @@ def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
 
 
 def _pack_of_tar(data: bytes, where: str) -> Pack:
-    """A pack from its part of a tar."""
+    """Read a pack from its part of a tar."""
     found: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:

@@ -59,6 +59,16 @@ class LoaderState(BaseModel):
             raise ValueError(f"epoch is {self.epoch}, and past has {len(self.past)} epochs")
         return self
 
+    def at_step(self, step: int) -> Self:
+        """Return the state at another step of the epoch."""
+        return self.model_copy(update={"step": step})
+
+    def after_epoch(self, begun: tuple[Stretch, ...]) -> Self:
+        """Return the state after the epoch, of whose next one `begun` was trained."""
+        past = (*self.past, (*self.earlier, Stretch(self.num_ranks, self.step)))
+        update = {"epoch": self.epoch + 1, "step": 0, "earlier": begun, "past": past}
+        return self.model_copy(update=update)
+
 
 class Epoch(Protocol):
     """The steps of an epoch, or of what earlier stretches left of it."""
@@ -68,13 +78,14 @@ class Epoch(Protocol):
         """Rows of the next epoch that the last step of this one trains."""
 
     def __len__(self) -> int:
-        """Steps."""
+        """Count the steps."""
 
     def items(self, step: int, rank: int) -> Numbers:
-        """Items of a rank's row, (n,); none: the rank has no row at this step."""
+        """Return the items of a rank's row, (n,); none if the rank has no row at this step."""
 
     def trained(self, steps: int) -> Numbers:
-        """Items of all ranks' rows in the first steps, (n,): among them rows of the next epoch."""
+        """Return the items of all ranks' rows in the first steps, (n,), also of the next
+        epoch's."""
 
 
 class Schedule(Protocol):
@@ -87,7 +98,7 @@ class Schedule(Protocol):
         """Identifies the scheduled items, with any number of ranks."""
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> Epoch:
-        """The steps that are left of an epoch after `earlier` stretches of it."""
+        """Return the steps that are left of an epoch after `earlier` stretches of it."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +204,10 @@ class InTurn:
 def trained_items(
     state: LoaderState, schedule_of_ranks: Callable[[int], Schedule]
 ) -> Iterator[Numbers]:
-    """Items that all ranks trained up to a state of a `RankSampler`, each as often as it was, some
-    at a time. `schedule_of_ranks` gives the schedule of a number of ranks. Raises ValueError if it
-    schedules other items than the state's, or fewer steps, or there are too many to go through."""
+    """Yield the items that all ranks trained up to a state of a `RankSampler`, each as often as it
+    was trained, some at a time. `schedule_of_ranks` gives the schedule of a number of ranks. Raises
+    ValueError if it schedules other items than the state's, or fewer steps, or there are too many
+    to go through."""
     epochs = [*state.past, (*state.earlier, Stretch(state.num_ranks, state.step))]
     ranks = sum(one.num_ranks for stretches in epochs for one in stretches)
     if state.epoch > 1 << 17 or ranks > 1 << 22:  # each takes its time
@@ -213,8 +225,8 @@ def trained_items(
 
 
 def dealt_in_rows(num_packs: int, num_ranks: int, packs_per_row: int) -> Numbers:
-    """Numbers of packs in an order in which rows of several, dealt to the ranks in turn, hold packs
-    of the same steps: 8 packs, 2 ranks, 2 packs per row: 0 2 | 1 3 | 4 6 | 5 7."""
+    """Order packs so that rows of several, dealt to the ranks in turn, hold packs of the same
+    steps: 8 packs, 2 ranks, 2 packs per row: 0 2 | 1 3 | 4 6 | 5 7."""
     numbers = np.arange(num_packs)
     whole = num_packs // (num_ranks * packs_per_row) * num_ranks * packs_per_row
     rows = numbers[:whole].reshape(-1, packs_per_row, num_ranks).transpose(0, 2, 1)
@@ -238,36 +250,26 @@ class RankSampler:
             raise ValueError(f"rank {rank} is not one of {schedule.num_ranks} ranks")
         self.schedule: Schedule = schedule
         self.rank, self.limit = rank, limit
-        self._epoch, self._step = 0, 0
-        self._earlier: tuple[Stretch, ...] = ()
-        self._past: tuple[tuple[Stretch, ...], ...] = ()
+        own = {"num_ranks": schedule.num_ranks, "digest": schedule.digest}
+        #: of the next row
+        self.state = LoaderState(epoch=0, step=0, earlier=(), past=(), **own)
         self._current: tuple[Any, Epoch] | None = None
 
     def __len__(self) -> int:
-        """Rows left in this epoch; the last step may have none for this rank."""
-        return self._end() - self._step
+        """Count the rows left in this epoch; the last step may have none for this rank."""
+        return self._end() - self.state.step
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, begun, scheduled = self._epoch, self.begun, self._scheduled()
-        whole = (*self._earlier, Stretch(self.schedule.num_ranks, self._end()))
-        for step in range(self._step, self._end()):
-            self._step = step + 1
+        begun, scheduled, end = self.begun, self._scheduled(), self._end()
+        for step in range(self.state.step, end):
+            self.state = self.state.at_step(step + 1)
             if len(items := scheduled.items(step, self.rank)):
                 yield items.tolist()
-        self._epoch, self._step, self._earlier = epoch + 1, 0, begun
-        self._past = (*self._past, whole)
+        self.state = self.state.at_step(end).after_epoch(begun)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of plain values; the same on all ranks at the same step. `past`: the stretches of
-        each epoch before, see `trained_items`."""
-        return {
-            "epoch": self._epoch,
-            "step": self._step,
-            "num_ranks": self.schedule.num_ranks,
-            "earlier": [list(stretch) for stretch in self._earlier],
-            "past": [[list(stretch) for stretch in epoch] for epoch in self._past],
-            "digest": self.schedule.digest,
-        }
+        """Return the state as plain values, the same on all ranks at the same step."""
+        return self.state.model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of any rank. With the same number of ranks training goes on exactly there;
@@ -282,14 +284,13 @@ class RankSampler:
                 "the state is of a schedule of other lengths, costs, budget or seed; restore it "
                 "with those, or begin anew"
             )
-        self._epoch, self._step = found.epoch, found.step
-        self._earlier, self._past = found.earlier, found.past
-        if found.num_ranks != self.schedule.num_ranks:
-            if self._step:
-                self._earlier = (*self._earlier, Stretch(found.num_ranks, self._step))
-            self._step = 0
-        if self._step > len(scheduled := self._scheduled()):
-            raise ValueError(f"state of a loader: step {self._step} of {len(scheduled)}")
+        if (num_ranks := self.schedule.num_ranks) != found.num_ranks:
+            own = (Stretch(found.num_ranks, found.step),) if found.step else ()
+            update = {"num_ranks": num_ranks, "earlier": (*found.earlier, *own), "step": 0}
+            found = found.model_copy(update=update)
+        self.state = found
+        if found.step > len(scheduled := self._scheduled()):
+            raise ValueError(f"state of a loader: step {found.step} of {len(scheduled)}")
 
     @property
     def begun(self) -> tuple[Stretch, ...]:
@@ -302,7 +303,7 @@ class RankSampler:
         return steps if self.limit is None else min(steps, self.limit)
 
     def _scheduled(self) -> Epoch:
-        wanted = self._epoch, self._earlier
+        wanted = self.state.epoch, self.state.earlier
         if self._current is None or self._current[0] != wanted:
             self._current = wanted, self.schedule.epoch(*wanted)
         return self._current[1]
@@ -357,10 +358,10 @@ class ScheduledLoader:
 
         self._sampler = RankSampler(schedule, rank, limit=limit)
         #: of the sampler after the rows that were delivered; workers have asked it for further ones
-        self._state = self._sampler.state_dict()
+        self._state = self._sampler.state
         has_workers = options.get("num_workers", 0) > 0
-        # Torch draws its workers' seeds from a generator of their own: dropout, which is drawn from
-        # the default one, must not differ after resuming.
+        # Torch draws its workers' seeds from a separate generator: dropout, which is drawn from the
+        # default one, must not differ after resuming.
         own = {"persistent_workers": has_workers, "generator": torch.Generator()}
         self._loader = DataLoader[Any](
             dataset,
@@ -370,21 +371,19 @@ class ScheduledLoader:
         )
 
     def __len__(self) -> int:
-        """Rows in the rest of the epoch, on every rank."""
-        self._sampler.load_state_dict(self._state)
+        """Count the rows in the rest of the epoch, on every rank."""
+        self._sampler.state = self._state
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self._sampler.load_state_dict(self._state)
-        begun = [list(stretch) for stretch in self._sampler.begun]
+        self._sampler.state = self._state
+        begun = self._sampler.begun
         with starting_workers(self._loader.num_workers):
             rows = iter(self._loader)
         for batch in rows:
-            self._state["step"] += 1
+            self._state = self._state.at_step(self._state.step + 1)
             yield batch
-        state = self._state
-        past = [*state["past"], [*state["earlier"], [state["num_ranks"], state["step"]]]]
-        state |= {"epoch": state["epoch"] + 1, "step": 0, "earlier": begun, "past": past}
+        self._state = self._state.after_epoch(begun)
 
     def close(self) -> None:
         """End the workers; another iteration would start new workers."""
@@ -395,9 +394,9 @@ class ScheduledLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """See `RankSampler.state_dict`; of the batches that were delivered."""
-        return dict(self._state)
+        return self._state.model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `RankSampler.load_state_dict`. Any number of workers goes on exactly."""
         self._sampler.load_state_dict(state)
-        self._state = self._sampler.state_dict()
+        self._state = self._sampler.state

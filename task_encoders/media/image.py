@@ -13,7 +13,7 @@ import re
 import struct
 import warnings
 import zlib
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from task_encoders.samples.limits import (
     MAX_PIXEL_BYTES,
     MAX_SCANNED_PIXELS,
 )
+from task_encoders.storage.remote_requests import in_a_line
 
 #: Formats that are read. Pillow knows more, and some of them call external programs.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "MPO")
@@ -71,30 +72,18 @@ class ImageHeader(NamedTuple):
     mode: str = "RGB"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSettings:
-    """Patches of a model family, and limits of the size of images."""
+    """Patches of a model family, and how pictures are resized to them."""
 
-    min_pixels: int
-    max_pixels: int
-    max_aspect_ratio: float
-    max_image_pixels: int = MAX_IMAGE_PIXELS
-    _: KW_ONLY
     patch_size: int
     temporal_patch_size: int = 2
     merge_size: int = 2
-    mean: tuple[float, float, float] = CLIP_MEAN
-    std: tuple[float, float, float] = CLIP_STD
+    max_aspect_ratio: float = math.inf
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
     #: a name in patches.BACKENDS
     resize: str = "pil"
-
-    def __post_init__(self) -> None:
-        smallest = self.factor**2
-        if not smallest <= self.min_pixels <= self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels} must satisfy "
-                f"{smallest} <= min_pixels <= max_pixels; a token has {smallest} pixels"
-            )
 
     @property
     def factor(self) -> int:
@@ -103,14 +92,19 @@ class VisionSettings:
 
 
 def smart_resize(
-    height: int, width: int, settings: VisionSettings, pixels: tuple[int, int] | None = None
+    height: int,
+    width: int,
+    settings: VisionSettings,
+    limits: tuple[int, int],
+    num_frames: int = 1,
+    num_counted: int = 1,
 ) -> tuple[int, int]:
-    """Height and width an image or a frame is resized to: multiples of `factor`, total within the
-    pixel limits (`pixels`: instead of the settings' limits), aspect ratio kept as closely as that
-    allows.
+    """Return the height and width that pictures are resized to: multiples of `factor`, with the
+    pixels of all `num_frames` within `limits`, and the aspect ratio kept as closely as that allows.
 
     The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
-    with Python's rounding of halves to even.
+    with Python's rounding of halves to even. Whether the limits are met is decided for
+    `num_counted` frames.
 
     Raises:
         SampleError: aspect ratio above the limit.
@@ -119,25 +113,21 @@ def smart_resize(
         raise SampleError(
             "aspect_ratio", f"{width}x{height} is longer than {settings.max_aspect_ratio:g}:1"
         )
-    factor = settings.factor
-    least, most = pixels or (settings.min_pixels, settings.max_pixels)
+    factor, (least, most) = settings.factor, limits
     rows, columns = round(height / factor), round(width / factor)
-    if rows * columns * factor**2 > most:
-        shrink = math.sqrt((height * width) / most)
+    volume = num_counted * rows * columns * factor**2
+    if volume > most:
+        shrink = math.sqrt((num_frames * height * width) / most)
         rows = max(1, math.floor(height / shrink / factor))
         columns = max(1, math.floor(width / shrink / factor))
-    elif rows * columns * factor**2 < least:
-        grow = math.sqrt(least / (height * width))
-        rows = math.ceil(height * grow / factor)
-        columns = math.ceil(width * grow / factor)
+    elif volume < least:
+        grow = math.sqrt(least / (num_frames * height * width))
+        rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
     return rows * factor, columns * factor
 
 
 def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> ImageHeader:
-    """Size of an image from the head and the tail of its file (seekable, binary).
-
-    Pixels are decoded only where the file does not end as its format ends, to tell a truncated
-    image from one followed by other bytes.
+    """Read the size of an image from the head and the tail of its file (seekable, binary).
 
     Raises:
         SampleError: bad_image, truncated_image, image_too_large or too_costly.
@@ -163,7 +153,7 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
 
 
 def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """An image file as an RGB image on white, EXIF orientation applied.
+    """Decode an image file to RGB on white, EXIF orientation applied.
 
     Raises:
         SampleError: as read_image_header.
@@ -196,7 +186,7 @@ class _CountedFile:
     reads_left: float = MAX_HEADER_READS
 
     def read(self, size: int = -1) -> bytes:
-        """Raises SampleError: too_costly."""
+        """Read, and count what is read. Raises SampleError: too_costly."""
         data = self.file.read(size)
         self.reads_left -= 1
         self.bytes_left -= len(data)
@@ -209,7 +199,7 @@ class _CountedFile:
 
 
 def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, bytes]:
-    """Header of an image (pixels not decoded), and the last bytes of its file."""
+    """Open an image, its pixels not decoded; return it with the last bytes of its file."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     counted = _CountedFile(file, MAX_HEADER_BYTES + 2 * size)
@@ -228,7 +218,7 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, bytes]:
             problem = f"{kinds[0]} is not read; convert it, for example to PNG"
         raise SampleError("bad_image", problem) from error
     except Exception as error:
-        raise SampleError("bad_image", one_line(error)) from error
+        raise SampleError("bad_image", in_a_line(error)[:200]) from error
     counted.reads_left = counted.bytes_left = math.inf  # pixels may take any number
     position = file.tell()
     decoder = "progressive" if image.info.get("progressive") else image.format or ""
@@ -267,11 +257,11 @@ def _load(image: Image.Image) -> None:
     try:
         image.load()
     except Exception as error:
-        raise SampleError("truncated_image", one_line(error)) from error
+        raise SampleError("truncated_image", in_a_line(error)[:200]) from error
 
 
 def _ends_properly(image_format: str, tail: bytes, file: BinaryIO, first_size: int = 0) -> bool:
-    """Return whether a complete image of its format ends with the file, or where its first picture
+    """Tell whether a complete image of its format ends with the file, or where its first picture
     has `first_size` bytes; other bytes may follow a JPEG's end marker."""
     if image_format in ("JPEG", "MPO"):
         if first_size >= len(_JPEG_END):
@@ -299,7 +289,7 @@ def _first_size(image: Image.Image) -> int:
 
 
 def _orientation(image: Image.Image, tail: bytes) -> int:
-    """EXIF (or XMP) orientation, 1 where there is none or it cannot be parsed."""
+    """Return the EXIF (or XMP) orientation, 1 if there is none or it cannot be parsed."""
     if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
         return 1  # as most are; asking Pillow takes as long as opening the file
     if image.format == "PNG" and "exif" not in image.info and b"eXIf" in tail:
@@ -310,11 +300,6 @@ def _orientation(image: Image.Image, tail: bytes) -> int:
     except Exception:  # noqa: BLE001 - broken EXIF is common, and no reason to lose an image
         return 1
     return orientation if orientation in range(1, 9) else 1
-
-
-def one_line(error: Exception) -> str:
-    """Type and text of an error, as a detail of a SampleError."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 #: Bytes at the start of a file that are read, and after a segment beyond them.
@@ -378,8 +363,8 @@ _Found = tuple[ImageHeader, str, dict[bytes, bytes]]
 
 
 def read_plain(file: BinaryIO) -> tuple[ImageHeader, str] | None:
-    """Header of a JPEG or PNG from the start of its file, and its decoder as in DECODING_COST; or
-    None where Pillow must tell."""
+    """Read the header of a JPEG or PNG from the start of its file, and its decoder as in
+    DECODING_COST; None if Pillow must tell."""
     head = file.read(HEAD_BYTES)
     try:
         found = _read_jpeg(file, head) if head.startswith(_JPEG_START) else _read_png(file, head)
@@ -395,8 +380,8 @@ def read_plain(file: BinaryIO) -> tuple[ImageHeader, str] | None:
 
 
 def _read_on(file: BinaryIO, head: bytes, at: int, count: int) -> tuple[bytes, int]:
-    """Bytes of a file from `at` on, `count` and some more, and the place 0 in them; `head`, in or
-    after which `at` is, was read last."""
+    """Read `count` bytes of a file from `at` on, and some more; return them with the place 0 in
+    them. `head`, in or after which `at` is, was read last."""
     if at > len(head):
         file.seek(at - len(head), io.SEEK_CUR)
     return head[at:] + file.read(count + HEAD_BYTES), 0
@@ -442,7 +427,7 @@ def _read_jpeg(file: BinaryIO, head: bytes) -> _Found | None:
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:
-    """Whether Pillow reads a segment without an error, and nothing of size and orientation."""
+    """Tell whether Pillow reads a segment without an error, and nothing of size and orientation."""
     if marker == 0xFFDB:  # quantization tables
         numbers = segment[::_TABLE_BYTES]
         return len(segment) == _TABLE_BYTES * len(numbers) and max(numbers, default=16) < 16
@@ -494,9 +479,9 @@ def _read_png(file: BinaryIO, head: bytes) -> _Found | None:
 
 
 def _has_late_exif(file: BinaryIO, first: int, step: int) -> bool:
-    """Whether EXIF may follow the pixels of a PNG whose first IDAT chunk is at `first` and takes
-    `step` bytes. Most writers make all but the last of one size: if that one, where it must begin,
-    ends where the last twelve bytes of the file begin, nothing else is there."""
+    """Tell whether EXIF may follow the pixels of a PNG whose first IDAT chunk is at `first` and
+    takes `step` bytes. Most writers make all but the last chunk of one size: if the last one, where
+    it must begin, ends where the last twelve bytes of the file begin, nothing else is there."""
     size = file.seek(0, io.SEEK_END)
     last = first + (size - 13 - first) // step * step
     if last > first:
@@ -511,7 +496,8 @@ def _has_late_exif(file: BinaryIO, first: int, step: int) -> bool:
 
 
 def _take_text(kind: bytes, data: bytes, tags: dict[bytes, bytes]) -> bool:
-    """Add a text of a PNG to `tags` if it may hold an orientation; False where Pillow must tell."""
+    """Add a PNG's text to `tags` if it may hold an orientation; return False if Pillow must
+    tell."""
     key, _, text = data.partition(b"\0")
     is_packed = method = 0
     if kind == b"iTXt":
@@ -532,8 +518,8 @@ def _take_text(kind: bytes, data: bytes, tags: dict[bytes, bytes]) -> bool:
 
 
 def _tagged_orientation(tags: dict[bytes, bytes]) -> int | None:
-    """Orientation by a file's EXIF, or else its XMP, as Pillow reads them; 0 for none, None where
-    Pillow must tell."""
+    """Return the orientation by a file's EXIF, or else its XMP, as Pillow reads them; 0 if there is
+    none, None if Pillow must tell."""
     exif = tags.get(_EXIF)
     if exif is None and _EXIF_KEY in tags:
         exif = bytes.fromhex("".join(tags[_EXIF_KEY].decode("latin-1").split("\n")[3:]))
@@ -558,7 +544,7 @@ def _tagged_orientation(tags: dict[bytes, bytes]) -> int | None:
 
 
 def _has_jpeg_end(file: BinaryIO) -> bool:
-    """Return whether a JPEG has its own end marker: one before another picture starts."""
+    """Tell whether a JPEG has its own end marker: one before another picture starts."""
     file.seek(0)
     rest, at = b"", 2
     while block := file.read(_BLOCK):

@@ -44,8 +44,8 @@ class Normalisation:
     repeats: int  #: T, how often an image's frame is repeated in its values
 
     def values(self, rows: Bytes, repeats: int = 1, out: Values | None = None) -> Values:
-        """(P, C·n) bytes to (P, C·repeats·n) values: of images (P, C·p·p) with `self.repeats`, of
-        videos (P, C·T·p·p) with 1."""
+        """Convert (P, C·n) bytes to (P, C·repeats·n) values: of images (P, C·p·p) with
+        `self.repeats`, of videos (P, C·T·p·p) with 1."""
         if out is None:
             out = np.empty((len(rows), rows.shape[1] * repeats), dtype=np.float32)
         if len(rows):
@@ -58,9 +58,10 @@ class Normalisation:
 def frame_patches(
     frames: Iterable[Image.Image], grid: tuple[int, int, int], depth: int, settings: VisionSettings
 ) -> Bytes:
-    """RGB frames as patches (t·h·w, C·depth·p·p), each resized to the grid's size, in the order the
-    vision tower merges them; an image is one frame of depth 1. `Normalisation` turns them into
-    pixel values, bit-identical to those of transformers' processor with the same backend.
+    """Cut RGB frames into patches (t·h·w, C·depth·p·p), each resized to the grid's size, in the
+    order the vision tower merges them; an image is one frame of depth 1. `Normalisation` turns
+    patches into pixel values, bit-identical to those of transformers' processor with the same
+    backend.
 
     A grid of t takes up to t·depth frames, in order; if there are fewer, the last is repeated.
     """
@@ -80,8 +81,8 @@ def frame_patches(
 def interleaved_patches(
     frames: Iterable[Image.Image], grid: tuple[int, int, int], side: int, backend: str
 ) -> Bytes:
-    """RGB frames as patches (t·h·w, p·p·3) row by row, channels last, p = `side`, a multiple of 4;
-    each frame is resized to the grid's size."""
+    """Cut RGB frames into patches (t·h·w, p·p·3) row by row, channels last, p = `side`, a multiple
+    of 4; each frame is resized to the grid's size."""
     grid_t, grid_h, grid_w = grid
     resize, _ = BACKENDS[backend]
     pack = _packer(side)
@@ -93,15 +94,9 @@ def interleaved_patches(
     return rows.reshape(grid_t * grid_h * grid_w, -1)
 
 
-def normalisation(settings: VisionSettings) -> Normalisation:
-    """The conversion of the patches' bytes to pixel values."""
-    _, table = BACKENDS[settings.resize]
-    return Normalisation(table(settings.mean, settings.std), settings.temporal_patch_size)
-
-
 def _resize_as_pillow(image: Image.Image, height: int, width: int) -> Bytes:
-    """(H, W, 4), the fourth byte without meaning, as `Image.resize` with `BICUBIC` of the installed
-    Pillow: first the width, some rows at a time, unless the height shrinks much more."""
+    """Resize to (H, W, 4), the fourth byte without meaning, as `Image.resize` with `BICUBIC` of the
+    installed Pillow: first the width, some rows at a time, unless the height shrinks much more."""
     tall_first = _SHRINKS_TALL_FIRST and (image.height - height > max(0, 2 * (image.width - width)))
     wide = np.empty((image.height, image.width if tall_first else width, 4), np.uint8)
     # Few enough for the processor's caches, and for one of Pillow's blocks of 16 MB.
@@ -117,7 +112,7 @@ def _resize_as_pillow(image: Image.Image, height: int, width: int) -> Bytes:
 
 
 def _resize_columns(pixels: Bytes, out: Bytes) -> Bytes:
-    """(H, W, 4) to `out` (H, width, 4): columns become rows, and back."""
+    """Resize (H, W, 4) to `out` (H, width, 4): columns become rows, and back."""
     (height, width, _), turn = pixels.shape, _compiled(_turn)
     if out.shape == pixels.shape:
         out[:] = pixels
@@ -129,7 +124,7 @@ def _resize_columns(pixels: Bytes, out: Bytes) -> Bytes:
 
 
 def _resize_rows(pixels: Bytes, height: int) -> Bytes:
-    """(H, W, 4) to (height, W, 4)."""
+    """Resize (H, W, 4) to (height, W, 4)."""
     num_rows = len(pixels)
     if height == num_rows:
         return pixels
@@ -141,7 +136,7 @@ def _resize_rows(pixels: Bytes, height: int) -> Bytes:
 
 @functools.lru_cache(maxsize=64)
 def _bicubic_weights(size: int, new_size: int) -> tuple[Integers, Integers, Integers]:
-    """For each of `new_size` rows that are made of `size`: the first row that it is made of, their
+    """Return, for each of `new_size` rows made of `size` rows, the first row it is made of, their
     number, and their weights in units of 2^-22 (Pillow's precompute_coeffs in Resample.c)."""
     scale = size / new_size
     spread = max(scale, 1.0)
@@ -158,7 +153,7 @@ def _bicubic_weights(size: int, new_size: int) -> tuple[Integers, Integers, Inte
 
 
 def _resize_as_torch(image: Image.Image, height: int, width: int) -> Bytes:
-    """(H, W, 4), resized as torchvision resizes bytes on a CPU with AVX2 or later."""
+    """Resize to (H, W, 4), as torchvision resizes bytes on a CPU with AVX2 or later."""
     import torch
 
     try:
@@ -175,14 +170,15 @@ def _resize_as_torch(image: Image.Image, height: int, width: int) -> Bytes:
 
 
 def rescale_then_normalise(mean: Sequence[float], std: Sequence[float]) -> Values:
-    """(3, 256): the value of each byte in transformers' Pillow backend, computed with its order of
+    """Compute the value of each byte in transformers' Pillow backend, (3, 256), with its order of
     operations and its types."""
     rescaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     return (rescaled - _column(mean)) / _column(std)
 
 
 def normalise_at_once(mean: Sequence[float], std: Sequence[float]) -> Values:
-    """The same for its torch backend, which folds the rescaling into mean and std."""
+    """Compute the value of each byte in transformers' torch backend, which folds the rescaling into
+    mean and std."""
     factor = np.float32(1.0 / (1 / 255))
     values = np.arange(256, dtype=np.float32)
     return (values - _column(mean) * factor) / (_column(std) * factor)
@@ -194,7 +190,7 @@ def _column(per_channel: Sequence[float]) -> Values:
 
 @functools.cache
 def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
-    """A loop over pixels, compiled once per machine in about 2 s; it releases the GIL."""
+    """Compile a loop over pixels, once per machine in about 2 s; it releases the GIL."""
     import numba  # takes half a second, and measuring needs none of it
 
     compiled: Callable[..., None] = numba.njit(cache=True, nogil=True)(loop)
@@ -238,8 +234,8 @@ def _weigh(rows: Any, first: Any, count: Any, weights: Any, out: Any) -> None:
 
 @functools.cache
 def _cutter(patch: int) -> Callable[..., None]:
-    """A loop that cuts patches of this size, which is even, and a constant in it: three times as
-    fast."""
+    """Compile a loop that cuts patches of this size, which is even and a constant in the loop:
+    three times as fast."""
 
     def cut(pixels: Any, merge: int, out: Any, frame: int) -> None:
         """Cut one frame (H, W / 2) of pairs of pixels, in blocks of merge² patches that the tower
@@ -272,7 +268,7 @@ def _cutter(patch: int) -> Callable[..., None]:
 
 @functools.cache
 def _packer(side: int) -> Callable[..., None]:
-    """A loop that cuts patches of this size, a multiple of 4, without parting their channels."""
+    """Compile a loop that cuts patches of this size, a multiple of 4, with their channels last."""
 
     def pack(pixels: Any, out: Any) -> None:
         """Cut one frame (H, W) of whole pixels into `out` (patches, p·p·3 / 4): four pixels

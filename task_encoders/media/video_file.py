@@ -4,7 +4,7 @@ The header of a plain MP4 or MOV is read from its boxes (ISO/IEC 14496-12): liba
 frames when it opens a file, which takes 5 to 30 ms, and reading the boxes a fiftieth of that. Most
 files are plain: one video track whose sample table lists every frame, all of them shown. What is
 not (fragments, edit lists that cut, several video tracks, ...) is left to PyAV (the extra `video`),
-which only this module imports; it reads other containers, too, and decodes.
+which only this module imports; it also reads other containers, and decodes.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from task_encoders.media.image import one_line
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import DECODING_COST, MAX_IMAGE_PIXELS
+from task_encoders.storage.remote_requests import in_a_line
 
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000
@@ -69,7 +69,7 @@ def read_video_header(
     max_frame_pixels: int = MAX_IMAGE_PIXELS,
     max_frames: int = MAX_VIDEO_FRAMES,
 ) -> VideoHeader:
-    """Frames, rate and size of a video from its container (seekable, binary).
+    """Read frames, rate and size of a video from its container (seekable, binary).
 
     MP4 and MOV list their frames. In other containers, and in fragments, the packets are counted,
     which reads the whole file; only what libavformat looks at on opening a file is decoded.
@@ -105,7 +105,7 @@ def read_video_header(
 
 
 def _most_pixels(max_frame_pixels: int) -> int:
-    """Pixels of a frame at most."""
+    """Return how many pixels a frame may have."""
     return int(max_frame_pixels / DECODING_COST["video"])
 
 
@@ -115,7 +115,7 @@ def decode_frames(
     numbers: Sequence[int],
     max_frame_pixels: int = MAX_IMAGE_PIXELS,
 ) -> Iterator[Image.Image]:
-    """Some frames of a video as RGB images, upright. `numbers` ascend.
+    """Decode some frames of a video as RGB images, upright. `numbers` ascend.
 
     Raises:
         SampleError: truncated_video where one of them cannot be decoded.
@@ -129,8 +129,8 @@ def decode_frames(
         stream.codec_context.thread_count = 1  # loader workers share the cores
         # The codec's own header may name other sizes than the container's.
         stream.codec_context.options = {"max_pixels": str(_most_pixels(max_frame_pixels))}
-        # PyAV 19's own is shared by all frames of a thread, with threads of its own that a worker
-        # forked after a first video lacks, and would wait for forever.
+        # PyAV 19's own is shared by all frames of a thread, and has threads that a worker forked
+        # after a first video lacks, and would wait for forever.
         to_rgb = _pyav().video.reformatter.VideoReformatter()
         try:
             for number, frame in enumerate(container.decode(stream)):
@@ -141,9 +141,8 @@ def decode_frames(
                 if following is None:
                     return
         except _av_errors() as error:
-            raise SampleError(
-                "truncated_video", f"frame {number + 1}: {one_line(error)}"
-            ) from error
+            why = f"frame {number + 1}: {in_a_line(error)[:200]}"
+            raise SampleError("truncated_video", why) from error
     if following is not None:
         raise SampleError(
             "truncated_video", f"only {number + 1} of {header.num_frames} frames can be decoded"
@@ -157,7 +156,7 @@ def _ask_pyav(
     max_frame_pixels: int = MAX_IMAGE_PIXELS,
     max_frames: int = MAX_VIDEO_FRAMES,
 ) -> VideoHeader:
-    """The header of any container, its packets counted; `rotation` is that of an MP4."""
+    """Read the header of any container with PyAV, and count packets; `rotation` is an MP4's."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     beginning = file.read(4096)
@@ -195,38 +194,38 @@ def _ask_pyav(
 
 
 def _count_frames(container: Any, stream: Any, max_frames: int) -> int:
-    """Frames in the packets of a stream. Raises SampleError: truncated_video or video_too_long."""
+    """Count frames in a stream's packets. Raises SampleError: truncated_video, video_too_long."""
     codec, num_packets, num_frames = stream.codec_context.name, 0, 0
     try:
         for packet in container.demux(stream):
             num_packets += 1
             if packet.size and not packet.is_discard:
-                # Only VP8 puts hidden frames into packets of their own (RFC 6386, §9.1).
+                # Only VP8 has packets with nothing but a hidden frame (RFC 6386, §9.1).
                 num_frames += codec != "vp8" or bool(memoryview(packet)[0] & 0x10)
             if num_frames > max_frames or num_packets > _PACKETS_PER_FRAME * max_frames:
                 break
         else:
             return num_frames
     except _av_errors() as error:
-        raise SampleError("truncated_video", one_line(error)) from error
+        raise SampleError("truncated_video", in_a_line(error)[:200]) from error
     raise SampleError(
         "video_too_long", f"{num_packets:,} packets and more > max_video_frames {max_frames}"
     )
 
 
 def _segment_end(head: bytes) -> int:
-    """The byte after a Matroska file's segment; 0 where the file does not say."""
+    """Return the byte after a Matroska file's segment; 0 if the file does not say."""
     at = head.find(_EBML_SEGMENT)
     if at < 0 or at + 5 > len(head) or not head[at + 4]:
         return 0
-    length = 9 - head[at + 4].bit_length()  # as many bytes as the first has leading zeros, plus one
+    length = 9 - head[at + 4].bit_length()  # the first's leading zeros, plus one
     field = int.from_bytes(head[at + 4 : at + 4 + length], "big") & ((1 << 7 * length) - 1)
     return 0 if field == (1 << 7 * length) - 1 else at + 4 + length + field
 
 
 def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
-    """An open container. Only its own demuxer is tried: others in libavformat would follow
-    playlists to other files and hosts.
+    """Open a container. Only its own demuxer is tried: others in libavformat would follow playlists
+    to other files and hosts.
 
     Raises:
         SampleError: bad_video.
@@ -243,11 +242,11 @@ def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
     try:
         return _pyav().open(file, format=name, options={"max_pixels": str(pixels)})
     except _av_errors() as error:
-        raise SampleError("bad_video", one_line(error)) from error
+        raise SampleError("bad_video", in_a_line(error)[:200]) from error
 
 
 def _video_stream(container: Any) -> Any:
-    """The first video stream that is not a cover picture. Raises SampleError if there is none."""
+    """Return the first video stream other than a cover picture. Raises SampleError if none is."""
     for stream in container.streams.video:
         if not stream.disposition & stream.disposition.attached_pic:
             if stream.codec_context is None:
@@ -275,7 +274,7 @@ _MAX_MOOV_BYTES: Final = 64 << 20
 #: Sibling boxes, and frames: no real video has more.
 _MAX_BOXES: Final = 10_000
 _MAX_FRAMES: Final = 1 << 24
-#: Boxes that may stand at the top level of a file that is not fragmented.
+#: Boxes that may be at the top level of a file that is not fragmented.
 _TOP_BOXES: Final = frozenset(
     (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"uuid", b"udta", b"meta", b"pnot")
 )
@@ -299,13 +298,13 @@ class _NotPlainError(Exception):
 
 
 def is_mp4(head: bytes) -> bool:
-    """Return True if a file that begins with these 12 bytes is in this format."""
+    """Tell whether a file that begins with these 12 bytes is in this format."""
     return head[4:8] in _TOP_BOXES
 
 
 def read_mp4_header(file: BinaryIO) -> tuple[VideoHeader | None, int]:
-    """The video track of a plain file, None where only PyAV can tell; and the clockwise rotation of
-    the first one in degrees, 0 where the file gives none.
+    """Read the video track of a plain file, None if only PyAV can tell; and the clockwise rotation
+    of the first one in degrees, 0 if the file gives none.
 
     Raises:
         SampleError: truncated_video where the file ends before its boxes or frames do.
@@ -325,7 +324,7 @@ def read_mp4_header(file: BinaryIO) -> tuple[VideoHeader | None, int]:
 
 
 def _read_moov(file: BinaryIO, size: int) -> bytes:
-    """Content of the box that describes all tracks."""
+    """Read the content of the box that describes all tracks."""
     moov: bytes | None = None
     offset = num_boxes = 0
     while offset + 8 <= size:
@@ -400,7 +399,7 @@ def _iterate_boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _boxes(data: bytes) -> dict[bytes, bytes]:
-    """The boxes in a box: the first of each kind."""
+    """Return the boxes in a box: the first of each kind."""
     found: dict[bytes, bytes] = {}
     for kind, content in _iterate_boxes(data):
         found.setdefault(kind, content)
@@ -412,7 +411,7 @@ def _is_video(track: dict[bytes, bytes]) -> bool:
 
 
 def _timescale(header: bytes) -> int:
-    """Units per second of `mvhd` or `mdhd`."""
+    """Return the units per second of `mvhd` or `mdhd`."""
     (timescale,) = struct.unpack_from(">I", header, 20 if header[0] == 1 else 12)
     if not timescale:
         raise _NotPlainError
@@ -420,7 +419,7 @@ def _timescale(header: bytes) -> int:
 
 
 def _matrix(header: bytes, offset: int, offset_v1: int) -> tuple[float, float, float, float]:
-    """(a, b, c, d) of a header's display matrix."""
+    """Return (a, b, c, d) of a header's display matrix."""
     a, b, _, c, d = struct.unpack_from(">5i", header, offset_v1 if header[0] == 1 else offset)
     return a / 65536, b / 65536, c / 65536, d / 65536
 
@@ -433,7 +432,7 @@ def _rotation(track: dict[bytes, bytes]) -> int:
 
 
 def _sample_sizes(box: bytes, file_size: int) -> Array:
-    """(num_frames,) bytes of each frame."""
+    """Read the bytes of each frame, (num_frames,)."""
     common, count = struct.unpack_from(">4xII", box)
     # Before an array of the claimed length is allocated:
     if common * count > file_size:
@@ -452,7 +451,7 @@ def _integers(box: bytes, offset: int, count: int, kind: str) -> Array:
 
 
 def _runs(box: bytes, num_frames: int) -> Array:
-    """(num_frames,) of run-length pairs (count, value), as in `stts` and `ctts`."""
+    """Expand run-length pairs (count, value), as in `stts` and `ctts`, to (num_frames,)."""
     (count,) = struct.unpack_from(">4xI", box)
     pairs = _integers(box, 8, 2 * count, ">i4").reshape(-1, 2)
     if (pairs[:, 0] < 0).any() or pairs[:, 0].sum() != num_frames:
@@ -461,7 +460,7 @@ def _runs(box: bytes, num_frames: int) -> Array:
 
 
 def _data_end(table: dict[bytes, bytes], sizes: Array) -> int:
-    """The byte after the last frame in the file."""
+    """Return the byte after the last frame in the file."""
     wide = b"co64" in table
     box = table[b"co64" if wide else b"stco"]
     (num_chunks,) = struct.unpack_from(">4xI", box)

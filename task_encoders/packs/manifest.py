@@ -1,4 +1,4 @@
-"""manifest.json beside packs: their content, and the settings they were made with.
+"""manifest.json in a folder of packs: their content, and the settings they were made with.
 offline_packing.runs.manifest writes it; packs written by others have none.
 """
 
@@ -74,11 +74,11 @@ class ShardLine(_Model):
     flops: str = ""
 
     def media_of_packs(self) -> npt.NDArray[np.uint8]:
-        """(packs,) digits of `media`."""
+        """Return the digits of `media`, (packs,)."""
         return np.frombuffer(self.media.encode(), np.uint8) - ord("0")
 
     def flops_of_packs(self) -> npt.NDArray[np.float64]:
-        """(packs, 2) numbers in `flops`."""
+        """Return the numbers in `flops`, (packs, 2)."""
         return np.frombuffer(base64.b64decode(self.flops), "<f4").reshape(-1, 2).astype(np.float64)
 
 
@@ -127,7 +127,7 @@ class Manifest(_Model):
     metadata: dict[FileName, str]
 
     def _repr_html_(self) -> str:
-        """The manifest in a notebook."""
+        """Show the manifest in a notebook."""
         rows = {
             "packs": ", ".join(f"{split} {n:,}" for split, n in self.counts.packs.items()),
             "seq_length": f"{self.seq_length:,}",
@@ -152,7 +152,7 @@ class Manifest(_Model):
         return int(order["num_ranks"]) if order.get("uniform") else 0
 
     def is_padded_to(self, multiple: int) -> bool:
-        """Whether packs have room for samples that are padded to a multiple."""
+        """Tell whether packs have room for samples that are padded to a multiple."""
         return self.pad_multiple % multiple == 0
 
     def total(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
@@ -161,7 +161,7 @@ class Manifest(_Model):
 
 
 def read_manifest(folder: Any) -> Manifest | None:
-    """The manifest in a folder, a Path or Energon's EPath; None: there is none. Raises
+    """Read the manifest in a folder, a Path or Energon's EPath; None if there is none. Raises
     ManifestError."""
     path = (Path(folder) if isinstance(folder, str) else folder) / NAME
     if not path.is_file() and not (isinstance(path, Path) and path.is_dir()):
@@ -198,7 +198,7 @@ def written_again(folder: Any, opened: str) -> str | None:
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """A small HTML table: a caption, and a row for each name and its value."""
+    """Write a small HTML table: a caption, and a row for each name and its value."""
     lines = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(str(value))}</td></tr>'

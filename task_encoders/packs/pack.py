@@ -18,6 +18,7 @@ from task_encoders.packs.pack_format import (
     MEDIA_EXTENSIONS,
     Tree,
     checksum,
+    extension_of,
     is_video_name,
 )
 from task_encoders.samples import (
@@ -60,14 +61,9 @@ class Pack(NamedTuple):
 
     @classmethod
     def of(cls, key: str, members: Mapping[str, Any]) -> "Pack":
-        """The pack of these members; members other than its JSON and media are left out."""
-        media = {name: data for name, data in members.items() if is_medium(name)}
+        """Make the pack of these members; members other than its JSON and media are left out."""
+        media = {n: data for n, data in members.items() if extension_of(n) in MEDIA_EXTENSIONS}
         return cls(key, members.get(JSON_PART), media)
-
-
-def is_medium(name: str) -> bool:
-    """Whether a member is an image or a video."""
-    return name.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
 
 
 class SubSample(NamedTuple):
@@ -97,14 +93,14 @@ class RestoredPack:
     keys: tuple[str, ...]
     task: str | None
     num_tokens: tuple[int, ...] | None
-    #: of the bytes of its media, by member name; {}: they lie elsewhere, or others wrote it
+    #: of the bytes of its media, by member name; {}: they are elsewhere, or others wrote it
     checksums: Mapping[str, str] = field(default_factory=dict)
     #: in the order of their sub-samples
     trees: Sequence[Tree] = ()
 
 
 def parse_json(record: bytes | Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
-    """A pack's JSON as an object, from its bytes or as some decoder already parsed it.
+    """Return a pack's JSON as an object, from its bytes or as some decoder already parsed it.
 
     Raises:
         PackFormatError: it is not a JSON object.
@@ -122,14 +118,14 @@ def parse_json(record: bytes | Mapping[str, Any] | None, key: str) -> Mapping[st
 
 
 def count_lost_prompts(record: Mapping[str, Any]) -> int:
-    """Number of sub-samples of a pack if it has no list of prompts at all, which is how converters
-    lose them; else 0."""
+    """Count the sub-samples of a pack that has no list of prompts at all, which is how converters
+    lose them; else return 0."""
     captions = record.get("captions")
     return len(captions) if isinstance(captions, list) and _prompts_of(record) is None else 0
 
 
 def _prompts_of(record: Mapping[str, Any]) -> str | None:
-    """The field of a pack's prompts."""
+    """Return the field of a pack's prompts."""
     return next((name for name in ("prompt", "prompts") if record.get(name)), None)
 
 
@@ -139,7 +135,7 @@ def restore_pack(
     """Read a pack's JSON.
 
     Args:
-        key: the pack's key, for the keys of sub-samples that have none of their own.
+        key: the pack's key, for sub-samples without a key.
         task: the task to restore as, where it is already known; otherwise `meta.task`; a pack
             without either is restored as captioning.
 
@@ -174,13 +170,13 @@ def restore_pack(
     if sub_task not in TASKS:
         raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
     columns = keys, images, videos, prompts, captions, systems, tools, details, asked, *codec
-    subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
+    subs = tuple(_restore_sub_sample(own, sub_task) for own in zip(*columns, strict=True))
     described = meta.get("task"), num_tokens, checksums
     return RestoredPack(subs, tuple(keys), *described, _trees(meta.get("trees", []), count, key))
 
 
 def _trees(stored: Any, count: int, key: str) -> list[Tree]:
-    """`meta.trees` of a pack of `count` sub-samples."""
+    """Read `meta.trees` of a pack of `count` sub-samples."""
     try:
         trees = [Tree(*map(operator.index, one)) for one in stored]
     except TypeError as error:
@@ -194,7 +190,7 @@ def _trees(stored: Any, count: int, key: str) -> list[Tree]:
 
 
 def sub_samples_of_pack(pack: Pack, task: str) -> list[SubSample]:
-    """The sub-samples of a pack whose JSON is parsed, in order.
+    """Return the sub-samples of a pack whose JSON is parsed, in order.
 
     Args:
         task: what its sub-samples are. One whose medium is not the one that was packed, by its
@@ -214,22 +210,21 @@ def sub_samples_of_pack(pack: Pack, task: str) -> list[SubSample]:
     columns = restored.keys, restored.sub_samples, lengths
     found = []
     for number, (key, sample, num_tokens) in enumerate(zip(*columns, strict=True)):
-        tree = tree_of.get(number)  # of a bad sample, too: a tree is read as a whole
+        tree = tree_of.get(number)  # also of a bad sample: a tree is read as a whole
+        if isinstance(sample, SourceSample):
+            count = len(sample.images)
+            names = [*(members.get(name, name) for name in sample.images), *sample.videos]
+            missing = next((name for name in names if name not in pack.media), None)
+            if missing is None:
+                files = tuple(map(read, names))
+                sample = find_damage(names, files, restored.checksums) or sample
+            else:
+                sample = SampleError("missing_image", f"no member {missing!r}")
         if isinstance(sample, SampleError):
             found.append(SubSample(key, sample, tree=tree))
-            continue
-        images = [members.get(name, name) for name in sample.images]
-        missing = [name for name in (*images, *sample.videos) if name not in pack.media]
-        if missing:
-            error = SampleError("missing_image", f"no member {missing[0]!r}")
-            found.append(SubSample(key, error, tree=tree))
-            continue
-        files, clips = (tuple(map(read, own)) for own in (images, sample.videos))
-        damage = find_damage((*images, *sample.videos), (*files, *clips), restored.checksums)
-        if damage is not None:
-            found.append(SubSample(key, damage, tree=tree))
-            continue
-        found.append(SubSample(key, sample, files, clips, num_tokens, tree))
+        else:
+            media = files[:count], files[count:]
+            found.append(SubSample(key, sample, *media, num_tokens, tree))
     return found
 
 
@@ -250,10 +245,10 @@ def find_damage(
 
 
 def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:
-    """The member for each image name in a pack's JSON; names without a member are left out.
+    """Find the member for each image name in a pack's JSON; names without a member are left out.
 
     A name is a member's, possibly with the pack's key in front. Some converters leave in the JSON
-    the paths that the images came from, or names of their own: where no name is a member's, the
+    the paths that the images came from, or names of their choice: if no name is a member's, the
     i-th name of a flat pack means the member `img{i}`, and the j-th name in the i-th list of a
     nested one `img{i}_{j}`.
 
@@ -292,30 +287,18 @@ def _column(record: Mapping[str, Any], name: str, key: str, count: int | None = 
 
 
 def _strings(value: Any, what: str) -> list[str]:
-    """Names of one sub-sample's entry in either form: 'x' -> ['x'], ['x', 'y'] -> ['x', 'y']."""
+    """List the names in an entry of either form: 'x' -> ['x'], ['x', 'y'] -> ['x', 'y']."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(v, str) for v in values):
         raise SampleError("bad_record", f"{what} is not text: {value!r}"[:200])
     return values
 
 
-def _restore_sub_sample(
-    key: str,
-    images: Any,
-    videos: Any,
-    prompts: Any,
-    captions: Any,
-    system: str | None,
-    tools: str,
-    details: Any,
-    asked: Any,
-    positions: Any,
-    fps: Any,
-    *,
-    task: str,
-) -> SourceSample | SampleError:
+def _restore_sub_sample(entry: Sequence[Any], task: str) -> SourceSample | SampleError:
+    """Restore a sample from its entry in each column of a pack, or return why it is unusable."""
+    key, images, videos, prompts, captions, system, tools, details, asked, *codec = entry
     try:
-        refuse_codec_input(positions, fps)
+        refuse_codec_input(*codec)
         image_names = tuple(filter(None, _strings([] if images is None else images, "images")))
         video_names = tuple(filter(None, _strings([] if videos is None else videos, "videos")))
         answers = _strings(captions, "captions")

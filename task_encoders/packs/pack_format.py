@@ -78,19 +78,24 @@ class PackedSubSample:
 
 
 def pack_key(index: int, prefix: str = "") -> str:
-    """`ps_00000042`. `prefix` keeps the keys of blended datasets apart."""
+    """Return a pack's key, `ps_00000042`; `prefix` keeps the keys of blended datasets apart."""
     return f"{prefix}ps_{index:08d}"
 
 
 def index_of_key(key: str) -> int:
-    """The `index` of a `pack_key`."""
+    """Return the `index` of a `pack_key`."""
     return int(key.rpartition("_")[2])
 
 
+def extension_of(name: str) -> str:
+    """Return the extension of a file name, which may be an extension alone."""
+    return name.rpartition(".")[2].lower()
+
+
 def image_extension(name: str, image_format: str) -> str:
-    """Extension for a pack member: the source's own if it is a known image extension, else the
-    one of the format found in the header ('JPEG' -> 'jpg')."""
-    extension = name.rpartition(".")[2].lower()
+    """Return the extension of a pack member: the source's own if it is a known image extension,
+    else that of the format found in the header ('JPEG' -> 'jpg')."""
+    extension = extension_of(name)
     if extension in IMAGE_EXTENSIONS:
         return extension
     return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(image_format, image_format.lower())
@@ -98,22 +103,22 @@ def image_extension(name: str, image_format: str) -> str:
 
 def is_image_name(name: str) -> bool:
     """Tell whether a file name, or an extension alone, is an image's."""
-    return name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+    return extension_of(name) in IMAGE_EXTENSIONS
 
 
 def is_video_name(name: str) -> bool:
     """Tell whether a file name, or an extension alone, is a video's."""
-    return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
+    return extension_of(name) in VIDEO_EXTENSIONS
 
 
 def video_extension(name: str, container: str) -> str:
-    """Extension of the container found in the header; see `image_extension`."""
-    return name.rpartition(".")[2].lower() if is_video_name(name) else container
+    """Return the extension of the container found in the header; see `image_extension`."""
+    return extension_of(name) if is_video_name(name) else container
 
 
 def media_part_names(extensions: Sequence[str]) -> list[str]:
-    """Member names of all media of a pack, in order: ['jpg', 'mp4', 'png'] ->
-    ['img000.jpg', 'vid000.mp4', 'img001.png']."""
+    """Name the members of all media of a pack, in order: ['jpg', 'mp4', 'png'] -> ['img000.jpg',
+    'vid000.mp4', 'img001.png']."""
     images, videos = itertools.count(), itertools.count()
     return [
         f"vid{next(videos):03d}.{extension}"
@@ -136,7 +141,8 @@ def pack_json(
     media: Sequence[bytes] = (),
     places: Sequence[Sequence[Any]] = (),
 ) -> bytes:
-    """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
+    """Write the JSON of a pack. Media are named in the order of `media_part_names` over all
+    sub-samples.
 
     Deterministic: same sub-samples, same bytes.
 

@@ -8,7 +8,7 @@ pack:
 
 A place is a root, a file in it, the medium's offset there (null: it is the whole file), its bytes,
 and the file's modification time in ns (0 of a remote object: storages do not agree on it). The
-roots of an output are in one small file beside its shards, so that its data can move:
+roots of an output are in one small file next to its shards, so that its data can move:
 
     media_roots.json    {"files0": "/data/images", "tars0": "/data"}    folders or URLs
 """
@@ -33,7 +33,7 @@ class MovedMediumError(PackFormatError):
 
     @classmethod
     def gone(cls, path: str, why: object) -> "MovedMediumError":
-        """Say that the medium cannot be read."""
+        """Return the error of a medium that cannot be read."""
         return cls(
             f"{path} cannot be read: {why}; restore it, or if the data moved, say where they are: "
             "offline-packing write CONFIG source.path=NEW (or source.image_root)"
@@ -41,7 +41,7 @@ class MovedMediumError(PackFormatError):
 
     @classmethod
     def changed(cls, path: str, what: str) -> "MovedMediumError":
-        """Say that the medium has another size or time."""
+        """Return the error of a medium that has another size or time."""
         return cls(
             f"{path} changed since it was packed ({what}); restore it (cp -a and rsync -t keep "
             "times), or pack again with another output.path"

@@ -65,7 +65,7 @@ class Form(NamedTuple):
         return names
 
     def has_system(self, task: str) -> bool:
-        """Return whether a system message beside the form's own fields is read."""
+        """Tell whether a system message besides the form's own fields is read."""
         return task != "captioning" or "messages" in self.fields
 
     def used(self, content: Content, task: str) -> set[str | None]:
@@ -258,7 +258,7 @@ def _remedy(name: str, value: Any) -> str:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """'a', 'b'."""
+    """Write names as a message lists them: 'a', 'b'."""
     return ", ".join(map(repr, names))
 
 
@@ -281,7 +281,7 @@ _FIRST: Final = [(name, one) for one in FORMS.values() for name in next(iter(one
 _OWN: Final = [names for form in FORMS.values() for names in form.fields.values()]
 #: Every field that a record is read from, and its "id".
 RECORD_FIELDS: Final = frozenset(chain(("id",), _AS_CAPTION, *COMMON.items(), *_OWN))
-#: Names in `source.fields`, and the fields that do not count beside them.
+#: Names in `source.fields`, and the fields that do not count where these are given.
 RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "id": ("id",),
     **dict(zip(COMMON, COMMON.items(), strict=True)),

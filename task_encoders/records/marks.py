@@ -61,8 +61,8 @@ def place_pictures(
 
 
 def place_images(turns: list[Turn], task: str, num_images: int) -> list[Turn]:
-    """Return turns with <image> in the place of other marks, if there are as many as images, and
-    those that count are in order."""
+    """Return turns with <image> in the place of other marks, if there is one mark per image and
+    numbered marks are in order."""
     numbers = list[str | None]()
     if not MARKS.search(shown_text(turns, task)):
         return turns
@@ -80,7 +80,7 @@ def place_images(turns: list[Turn], task: str, num_images: int) -> list[Turn]:
 
 
 def place_videos(turns: list[Turn], task: str, num_videos: int) -> list[Turn]:
-    """Return turns with <video> in the place of <image>, if there are as many as videos."""
+    """Return turns with <video> in the place of <image>, if there is one <image> per video."""
     marks = [count_placeholders(turns, one, task) for one in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
     if marks != [num_videos, 0]:
         return turns

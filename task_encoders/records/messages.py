@@ -1,4 +1,4 @@
-"""A list of messages to turns, in the forms that datasets have it:
+"""A list of messages to turns, in the forms that datasets have it.
 
     {"role": "user", "content": str}, {"role": "assistant", "content": str}, ...
     {"from": "human", "value": str}, {"from": "gpt", "value": str}, ...   ShareGPT, LLaVA
@@ -91,8 +91,9 @@ class _Message(NamedTuple):
 
 
 def read_dialogue(content: Mapping[str, Any], names: Mapping[str, str | None], task: str) -> Draft:
-    """[system,] user, assistant, user, assistant, ...; results of tools count as user. Raises
-    SampleError: bad_roles, or bad_record where a message cannot be packed as it is."""
+    """Read messages in the order [system,] user, assistant, user, assistant, ...; results of tools
+    count as user. Raises SampleError: bad_roles, or bad_record where a message cannot be packed as
+    it is."""
     name = names["messages"]
     messages = content[name or ""]
     if not isinstance(messages, list) or not messages:
@@ -124,7 +125,7 @@ def read_dialogue(content: Mapping[str, Any], names: Mapping[str, str | None], t
 
 
 def _may_answer(asked: Sequence[str]) -> bool:
-    """Whether an answer may follow messages of these roles: one question, or results of tools."""
+    """Tell whether an answer may follow these roles: one question, or results of tools."""
     return asked.count("user") <= 1 and not _QUESTIONS.isdisjoint(asked)
 
 
@@ -142,9 +143,8 @@ def _bad_roles(said: Sequence[_Message]) -> SampleError:
 
 
 def read_tools(value: Any) -> str:
-    """The JSON of a list of tools, which may itself be given as JSON; "" where there are none. A
-    bare function is put into the object that chat templates expect. Raises SampleError: bad_record.
-    """
+    """Return tools as the JSON of a list, "" if there are none; they may be given as JSON. A bare
+    function is put into the object that chat templates expect. Raises SampleError: bad_record."""
     tools = parsed(value, "tools")
     if not tools:
         return ""
@@ -167,7 +167,7 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def _joined(said: list[_Message]) -> list[_Message]:
-    """Calls in messages of their own belong to the answer before them."""
+    """Join messages that are only calls to the answer before them."""
     joined: list[_Message] = []
     calls: list[list[str]] = []
     for one in said:
@@ -186,19 +186,19 @@ def _joined(said: list[_Message]) -> list[_Message]:
 
 
 def media_name(value: Any) -> Any:
-    """{"path": "a.jpg"} -> "a.jpg": the name in an object; anything else is returned unchanged."""
+    """Return the name in an object, {"path": "a.jpg"} -> "a.jpg"; anything else unchanged."""
     if isinstance(value, str) or not isinstance(value, Mapping):
         return value
     return next((value[name] for name in ("path", "url", "image_url") if value.get(name)), value)
 
 
 def kind_of(value: Any) -> str:
-    """'a list' of a list, for messages."""
+    """Name the type of a value for a message: 'a list', or 'nothing'."""
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def _messages(message: Any, found: Draft) -> list[_Message]:
-    """A message; of an object that holds a whole turn, two."""
+    """Read an entry of the list of messages: two if the object holds a whole turn."""
     if not isinstance(message, dict):
         raise SampleError("bad_record", f"a message is {kind_of(message)}, not an object")
     is_plain = message.keys() <= _PLAIN
@@ -232,7 +232,7 @@ def _messages(message: Any, found: Draft) -> list[_Message]:
 
 
 def _calls(value: Any) -> tuple[str, ...]:
-    """Calls as JSON, from a list, an object or JSON of either; see `Turn.calls`."""
+    """Return calls as JSON, from a list, an object, or the JSON of either; see `Turn.calls`."""
     calls = parsed(value, "a call")
     found = []
     for call in calls if isinstance(calls, list | tuple) else [calls] if calls else []:
@@ -247,7 +247,8 @@ def _calls(value: Any) -> tuple[str, ...]:
 
 
 def _loss_weight(role: str, message: Mapping[str, Any]) -> float:
-    """The weight of an answer's tokens: 1 unless it says otherwise. All else carries no loss."""
+    """Return the weight of an answer's tokens, 1 if the message names none. Raises SampleError for
+    a weight of any other message."""
     weight = _first(message, LOSS_FIELDS)
     if weight is None:
         return 1.0
@@ -269,13 +270,13 @@ def _text(role: str, content: Any, found: Draft) -> str:
         raise SampleError(
             "bad_record",
             f"the content of a message of {role!r} is {kind_of(content)}; it needs the text "
-            "'content', or 'value' beside 'from'",
+            "'content', or 'value' next to 'from'",
         )
     return "".join(_part(role, part, found) for part in content)
 
 
 def _part(role: str, part: Any, found: Draft) -> str:
-    """The text of one part of a content list; for a medium, its placeholder."""
+    """Return the text of a part of a content list; note a medium's name, return its placeholder."""
     if not isinstance(part, dict):
         raise SampleError("bad_record", f"a part of a message is {kind_of(part)}, not an object")
     fields = [name for name, value in part.items() if value is not None]
@@ -285,7 +286,7 @@ def _part(role: str, part: Any, found: Draft) -> str:
         if not isinstance(text, str):
             raise SampleError("bad_record", f"a text in a message is {kind_of(text)}")
         return text
-    placeholder = _MEDIA_TYPES.get(str(kind))  # it may be a list, too
+    placeholder = _MEDIA_TYPES.get(str(kind))  # it may be a list
     if placeholder is None or not (role in ("user", "tool") or found.is_document):
         raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed"[:200])
     name = media_name(_first(part, (kind, kind.removesuffix("_url"), "path", "url", "value")))

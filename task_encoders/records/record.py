@@ -61,7 +61,7 @@ def load_json(data: bytes) -> Mapping[str, Any]:
 
 
 def decode_text(data: bytes) -> str:
-    """Text that is a record. Raises SampleError: bad_json, where it is not UTF-8."""
+    """Decode a text that is a whole record. Raises SampleError: bad_json if it is not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def decode_text(data: bytes) -> str:
 
 
 def own_key(content: Mapping[str, Any]) -> str:
-    """The key that a record has itself: "id", text or a whole number; else empty."""
+    """Return the record's own key, its "id" if that is text or a whole number; else ""."""
     identity = content.get("id")
     is_key = isinstance(identity, str | int) and not isinstance(identity, bool)
     key = str(identity) if is_key else ""
@@ -112,7 +112,7 @@ def to_sample(
     images = inline or images
     if images is videos is None and paired_media is not None:
         if not paired_media:
-            raise SampleError("missing_image", "no image of the record's name beside it")
+            raise SampleError("missing_image", "no image next to it has the record's name")
         if len(paired_media) > 1:
             raise SampleError("ambiguous_image", f"the record names none of {quoted(paired_media)}")
         is_video = is_video_name(paired_media[0])
@@ -149,10 +149,10 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
 
 
 def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) -> SourceSample:
-    """The sample without turns that have an entry below its minimum; an entry that is null, or an
-    empty text for the list, keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to
-    the next turn, or to the end of the last one. Raises SampleError: bad_record; not_chosen, where
-    no turn is left."""
+    """Remove the turns that have an entry below its minimum. An entry that is null, or an empty
+    text in place of the list, keeps turns, as in nanoVLM (data/datasets.py). Placeholders of a
+    removed turn move to the next turn, or to the end of the last one. Raises SampleError:
+    bad_record; not_chosen if no turn is left."""
     turns, low = sample.turns, set[int]()
     for name, (given, least) in ratings.items():
         entries = parsed(given, name) if isinstance(given, str) else given
@@ -209,7 +209,7 @@ def _read_options(
     beside: Any, draft: Draft, num_images: int, num_videos: int
 ) -> tuple[MediumOptions, ...]:
     """Return `SourceSample.options` from the parts of messages that name media, and the field ASKED
-    beside them. Raises SampleError: bad_record."""
+    of the record. Raises SampleError: bad_record."""
     if not beside and not any(draft.parts):
         return ()
     if isinstance(beside, list):
@@ -237,7 +237,7 @@ def _check_places(sample: SourceSample) -> None:
             continue
         if sum(turn.answer.count(mark) for turn in sample.turns) == len(names):
             raise SampleError(
-                f"{kind}_count_mismatch", f"{mark} stands in answers, where no {kind} can be shown"
+                f"{kind}_count_mismatch", f"{mark} is in answers, where no {kind} can be shown"
             )
 
 
@@ -259,8 +259,8 @@ _HEADING: Final = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 
 
 def is_inline(name: str) -> bool:
-    """Whether the name of a medium is the medium itself: a `data:` URI, or base64 without a dot
-    of a known kind of file."""
+    """Tell whether the name of a medium is the medium itself: a `data:` URI, or base64 without a
+    dot of a known kind of file."""
     if name[:5].lower() == "data:":
         return True
     if len(name) < _MIN_LENGTH or "." in name:
@@ -272,7 +272,8 @@ def is_inline(name: str) -> bool:
 
 
 def decode_inline(name: str) -> bytes:
-    """The bytes of such a medium. Raises SampleError: bad_image, or of a video bad_video."""
+    """Return the bytes of a medium that its name holds. Raises SampleError: bad_image, or of a
+    video bad_video."""
     payload = name
     if name[:5].lower() == "data:":
         heading = _HEADING.match(name)

@@ -34,8 +34,8 @@ class SetAside(Savable):
     raise FatalSampleError after 100 consecutive failures."""
 
     def __init__(self, otherwise: Handler, opened: Iterable[tuple[Any, str]] = ()) -> None:
-        """`otherwise` handles errors that are not caused by the sample; `opened`: the folders that
-        are read, and the generation of their packs."""
+        """Take a handler of errors that are not caused by the sample (`otherwise`), and the folders
+        that are read with the generation of their packs (`opened`)."""
         self._opened = tuple(opened)
         self.lines: list[str] = []
         self._otherwise = otherwise
@@ -72,7 +72,7 @@ class SetAside(Savable):
             self.watch(inner)
 
     def tell(self, rows: Iterable[PackedRowSample]) -> Iterator[PackedRowSample]:
-        """The rows, each with all lines noted since the one before it.
+        """Yield the rows, each with all lines noted since the one before it.
 
         Raises:
             FatalSampleError: a file is damaged, ends early, cannot be read or was written again,
@@ -104,8 +104,8 @@ class SetAside(Savable):
 
 
 def _read_tar(error: Exception) -> str | None:
-    """The tar in which Energon met an error; None where it was not reading one. Most of its texts
-    do not say."""
+    """Return the tar in which Energon met an error, None if it was not reading one. Most of its
+    texts do not say."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals["__name__"] == ITarReader.__module__ and "shard_name" in frame.f_locals:
             return f"{frame.f_locals['self'].base_path}/{frame.f_locals['shard_name']}"
@@ -113,7 +113,7 @@ def _read_tar(error: Exception) -> str | None:
 
 
 def _key_of(sample: Any) -> str:
-    """Key of a sample in any stage: as it was read from a tar, crude, or typed."""
+    """Return the key of a sample in any stage: as it was read from a tar, crude, or typed."""
     while isinstance(data := getattr(sample, "data", None), tuple):
         sample = data[0]
     return str(sample.get("__key__") if isinstance(sample, dict) else sample.__key__)
@@ -132,7 +132,7 @@ class EncodedRows(MapDataset[Any, PackedRowSample]):
         opened: Iterable[tuple[Any, str]],
         **options: Any,
     ) -> None:
-        """`opened`: see SetAside."""
+        """Wrap a dataset; for `opened` see SetAside."""
         self._set_aside = SetAside(worker_config.global_error_handler, opened)
         super().__init__(dataset, *args, worker_config=worker_config, **options)
         self._set_aside.watch(self)

@@ -69,36 +69,27 @@ def check_blend(datasets: Sequence[LoadedDataset], *, repeat: bool) -> None:
             )
 
 
-class Dealer:
-    """Deals the packs of each epoch to workers: a function of the arguments alone.
+def deal(
+    packs: tuple[int, int], first_turn: int, epoch: int, num_ranks: int, per_rank: int
+) -> list[Numbers]:
+    """Deal the packs of an epoch, [start, end), to workers, rank by rank.
 
     Args:
-        packs: those of an epoch, [start, end).
         first_turn: see `deal_evenly`.
+        per_rank: workers of each rank.
     """
-
-    def __init__(self, packs: tuple[int, int], first_turn: int) -> None:
-        self.packs, self._first_turn = packs, first_turn
-
-    def deal(self, epoch: int, num_ranks: int, per_rank: int) -> list[Numbers]:
-        """Packs of each worker in an epoch, rank by rank. `per_rank`: workers of each rank."""
-        workers = num_ranks * per_rank
-        start, end = self.packs
-        turn = self._first_turn + epoch * ((end - start) % workers)
-        everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-        starts = Sharder.split_samples_to_workers(
-            start, end, everyone, rotation_offset=self._first_turn
-        )
-        block = (end - start) // workers
-        dealt = [np.arange(first, first + block) for first in starts[:-1]]
-        by_turn = [
-            rank * per_rank + worker for worker in range(per_rank) for rank in range(num_ranks)
-        ]
-        longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
-        for place, left_over in enumerate(longer, turn):
-            worker = by_turn[place % workers]
-            dealt[worker] = np.append(dealt[worker], left_over)
-        return dealt
+    workers = num_ranks * per_rank
+    start, end = packs
+    everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    starts = Sharder.split_samples_to_workers(start, end, everyone, rotation_offset=first_turn)
+    block = (end - start) // workers
+    dealt = [np.arange(first, first + block) for first in starts[:-1]]
+    by_turn = [rank * per_rank + worker for worker in range(per_rank) for rank in range(num_ranks)]
+    longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
+    for place, left_over in enumerate(longer, first_turn + epoch * ((end - start) % workers)):
+        worker = by_turn[place % workers]
+        dealt[worker] = np.append(dealt[worker], left_over)
+    return dealt
 
 
 class DealtPacks(WebdatasetSampleLoaderDataset):
@@ -123,7 +114,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         packs: tuple[int, int],
         first_turn: int,
     ) -> None:
-        self._dealer = Dealer(packs, first_turn)
+        self._packs, self._first_turn = packs, first_turn
         super().__init__(
             reader.join_readers, reader.workers_slice_offsets, worker_config=reader.worker_config
         )
@@ -135,8 +126,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self._is_over = False
 
     def worker_has_samples(self) -> bool:
-        start, end = self._dealer.packs
-        return start < end
+        return self._packs[0] < self._packs[1]
 
     def __iter__(self) -> Iterator[RawSampleData]:
         if self._is_over:
@@ -144,7 +134,8 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self.worker_config.assert_worker()
         config, per_rank = self.worker_config, max(1, self.worker_config.num_workers)
         worker = config.rank * per_rank + config.rank_worker_id()
-        packs = self._dealer.deal(self._epoch, config.world_size, per_rank)[worker].tolist()
+        everyone = self._epoch, config.world_size, per_rank
+        packs = deal(self._packs, self._first_turn, *everyone)[worker].tolist()
         while self._index < len(packs):
             sample = self._get_sample(packs[self._index])
             self._index += 1

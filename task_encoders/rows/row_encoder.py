@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from megatron.energon.errors import FatalSampleError
@@ -22,12 +22,7 @@ from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import Tree
 from task_encoders.rows.trees import as_tree
-from task_encoders.sample_encoder import (
-    EncodedMedium,
-    EncodedSample,
-    SampleEncoder,
-    SampleLength,
-)
+from task_encoders.sample_encoder import EncodedMedium, EncodedSample, SampleEncoder, SampleLength
 from task_encoders.samples import SampleError
 from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.threads import map_in, result_of, submit
@@ -70,8 +65,8 @@ class RowEncoder:
             )
 
     def encode(self, sub_samples: Sequence[SubSample]) -> tuple[PackedRow, list[str], list[str]]:
-        """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each unusable one.
+        """Encode all usable sub-samples to a row; return it with their keys, and "key: reason:
+        detail" of each unusable one.
 
         Raises:
             SampleError: none can be used.
@@ -126,8 +121,8 @@ class RowEncoder:
         return row, keys, dropped
 
     def _media_of(self, tree: Tree, sample: EncodedSample) -> tuple[int, int]:
-        """Images and videos of the trunk among the arrays of a sample, in which the steps of a
-        video may be pictures."""
+        """Count images and videos of the trunk among the arrays of a sample, in which the steps of
+        a video may be pictures."""
         if not tree.num_videos or len(sample.video_grid_thw):
             return tree.num_images, tree.num_videos
         shared = sample.tokens[: tree.num_tokens] == self.encoder.media_token_ids["image_token_id"]
@@ -161,24 +156,20 @@ class RowEncoder:
     def _encode_group(
         self, group: Sequence[SubSample], decoded: Sequence[Image.Image] = ()
     ) -> list[EncodedSample | SampleError]:
-        """The arrays of each sub-sample of a tree, or of one alone; or why it cannot be used. Media
-        that they share are encoded once. `decoded`: the first images of the first."""
-        if len(group) == 1:
-            return [self._encode_one(group[0], decoded)]
+        """Encode each sub-sample of a tree, or one alone; in the place of one that cannot be used
+        is the reason. Media that they share are encoded once. `decoded`: the first images of the
+        first."""
         known: dict[tuple[int, MediumOptions], EncodedMedium] = {}
-        first, *others = group
-        return [
-            self._encode_one(first, decoded, known),
-            *(self._encode_one(one, (), known) for one in others),
-        ]
+        each = ((one, () if number else decoded) for number, one in enumerate(group))
+        return [self._encode_one(*one, known) for one in each]
 
     def _encode_one(
         self,
         sub_sample: SubSample,
-        decoded: Sequence[Image.Image] = (),
-        known: dict[tuple[int, MediumOptions], EncodedMedium] | None = None,
+        decoded: Sequence[Image.Image],
+        known: dict[tuple[int, MediumOptions], EncodedMedium],
     ) -> EncodedSample | SampleError:
-        """The arrays of a sub-sample, whose first images may be decoded already; or why it cannot
+        """Encode a sub-sample, whose first images may be decoded already, or return why it cannot
         be used. `known`: media of its tree that are encoded, by the identity of their bytes and
         their options.
 
@@ -188,14 +179,12 @@ class RowEncoder:
         key, sample, images, videos, measured, _ = sub_sample
         if isinstance(sample, SampleError):
             return sample
-        pictures: Sequence[Any] = (*decoded, *images[len(decoded) :])
-        clips: Sequence[Any] = videos
+        pictures = (*decoded, *images[len(decoded) :])
+        asked, once = iter(sample.media_options), partial(self._once, known)
         try:
-            if known is not None:
-                asked, once = iter(sample.media_options), partial(self._once, known)
-                pictures = [once(*own) for own in zip(images, asked, pictures, strict=False)]
-                clips = [once(*own) for own in zip(videos, asked, strict=True)]
-            encoded = self.encoder.encode(sample, pictures, clips)
+            stills = [once(*own) for own in zip(images, asked, pictures, strict=False)]
+            clips = [once(*own) for own in zip(videos, asked, strict=True)]
+            encoded = self.encoder.encode(sample, stills, clips)
         except SampleError as error:
             return error
         except MissingPyAVError as error:
@@ -214,7 +203,7 @@ class RowEncoder:
         options: MediumOptions,
         image: bytes | Image.Image | None = None,
     ) -> EncodedMedium:
-        """A video, or an image, that is encoded unless it is known. Raises SampleError."""
+        """Encode a video, or an image, unless it is known. Raises SampleError."""
         if (key := (id(data), options)) not in known:
             encoder = self.encoder.for_medium(options)
             if image is None:
@@ -226,7 +215,7 @@ class RowEncoder:
 
 
 def _group_of(sub_sample: SubSample) -> object:
-    """Equal for the sub-samples of a tree."""
+    """Return a value that is equal for the sub-samples of a tree."""
     return sub_sample.tree or object()
 
 
@@ -245,7 +234,7 @@ def measure(sub_sample: SubSample, encoder: SampleEncoder) -> SampleLength:
 
 @cache
 def _threads(number: int) -> ThreadPoolExecutor:
-    """The thread pool, kept from row to row: new threads wait for page faults of new memory."""
+    """Return the thread pool, kept for all rows: new threads wait for page faults of new memory."""
     return ThreadPoolExecutor(number)
 
 

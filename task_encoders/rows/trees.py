@@ -4,7 +4,7 @@
     shared   5
     segments [s s v v v] [a a] [b b b]                 parents  [-1, 0, 0]
 
-Each branch goes on at the positions of its own sample. Its first token must not be trained, as the
+Each branch continues the positions of its own sample. Its first token must not be trained, as the
 trunk's last token, which would predict it, has many successors; where the token after the media is
 trained (captions), the trunk ends a token earlier.
 """
@@ -20,14 +20,7 @@ from task_encoders.concatenate import pixel_rows
 from task_encoders.model_inputs import token_types
 from task_encoders.sample_encoder import EncodedSample
 
-_COMPARED: Final = (
-    "tokens",
-    "position_ids",
-    "image_grid_thw",
-    "video_grid_thw",
-    "image_pixels",
-    "video_pixels",
-)
+_MEDIA: Final = ("image_grid_thw", "video_grid_thw", "image_pixels", "video_pixels")
 
 
 def as_tree(
@@ -54,7 +47,8 @@ def as_tree(
     alike = [_part(sample, slice(shared), *media) for sample in samples]
     for sample, own in zip(samples, alike, strict=True):
         if len(sample.tokens) <= shared or not all(
-            np.array_equal(getattr(own, name), getattr(alike[0], name)) for name in _COMPARED
+            np.array_equal(getattr(own, name), getattr(alike[0], name))
+            for name in ("tokens", "position_ids", *_MEDIA)
         ):
             raise ValueError(f"sample {own.key!r} does not begin as {alike[0].key!r} does")
         if sample.loss_weights[: shared + 1].any():
@@ -80,7 +74,7 @@ def as_tree(
 
 
 def _part(sample: EncodedSample, tokens: slice, images: slice, videos: slice) -> EncodedSample:
-    """Some of a sample's tokens and media."""
+    """Take some of a sample's tokens and media."""
 
     def pixels(all_pixels: np.ndarray, grids: np.ndarray, media: slice) -> np.ndarray:
         ends = np.cumsum([0, *pixel_rows(len(all_pixels), grids)])

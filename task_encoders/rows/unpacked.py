@@ -20,15 +20,9 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, extension_of, is_video_name
 from task_encoders.records.forms import MEDIA_FIELDS, best_answer, form_of, has_answer
-from task_encoders.records.record import (
-    decode_inline,
-    decode_text,
-    is_inline,
-    load_json,
-    to_sample,
-)
+from task_encoders.records.record import decode_inline, decode_text, is_inline, load_json, to_sample
 from task_encoders.samples import SampleError
 
 _TEXT_PARTS: Final = ("txt", "caption", "text")
@@ -43,7 +37,7 @@ def cook(sample: CrudeSample) -> CrudeRecord:
 
 
 def is_pack(record: Any, *, packed: bool) -> bool:
-    """Whether a crude sample's JSON is a pack's: a list of captions, and one equally long.
+    """Tell whether a crude sample's JSON is a pack's: a list of captions, and one equally long.
 
     Args:
         packed: the answer for a single caption in a list, which may be either, and for JSON that
@@ -65,7 +59,7 @@ def is_pack(record: Any, *, packed: bool) -> bool:
 
 
 def unpacked_sub_sample(sample: Sample) -> SubSample:
-    """The only sub-sample of an unpacked sample.
+    """Return the only sub-sample of an unpacked sample.
 
     Raises:
         FatalSampleError: its media are decoded already.
@@ -86,7 +80,7 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
 
 
 def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
-    """Record and media of a typed sample: its fields."""
+    """Take record and media from the fields of a typed sample."""
     record: dict[str, Any] = {"images": [], "videos": []}
     media: _Media = {}
     for field in dataclasses.fields(sample):
@@ -94,10 +88,16 @@ def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
         if field.name in MEDIA_FIELDS:
             kind, extension = ("images", "jpg") if "image" in field.name else ("videos", "mp4")
             for data in value if isinstance(value, list | tuple) else [value]:
-                if data is not None:
-                    name = f"{len(media)}.{extension}"  # it has none of its own
-                    record[kind].append(name)
-                    media[name] = _bytes(data, sample, field.name)
+                if data is None:
+                    continue
+                if not isinstance(data, bytes):
+                    raise FatalSampleError(
+                        f"{field.name!r} of sample {sample.__key__!r} is a {type(data).__name__}; "
+                        "the task encoder takes the bytes of the file: leave its `decoder` as it is"
+                    )
+                name = f"{len(media)}.{extension}"  # the field does not name it
+                record[kind].append(name)
+                media[name] = data
         elif not field.name.startswith("__"):
             record[field.name] = decode_text(value) if isinstance(value, bytes) else value
     if "answers" in record:
@@ -106,9 +106,9 @@ def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
 
 
 def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
-    """Record and media of a crude sample: its members."""
-    media = {part: data for part, data in parts.items() if _extension(part) in MEDIA_EXTENSIONS}
-    content = next((parts[part] for part in sorted(parts) if _extension(part) == "json"), None)
+    """Take record and media from the members of a crude sample."""
+    media = {part: data for part, data in parts.items() if extension_of(part) in MEDIA_EXTENSIONS}
+    content = next((parts[part] for part in sorted(parts) if extension_of(part) == "json"), None)
     record = load_json(content) if isinstance(content, bytes) else content
     text = next((parts[part] for part in _TEXT_PARTS if part in parts), None)
     if text is not None and (record is None or not has_answer(record)):
@@ -119,7 +119,7 @@ def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
 
 
 def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
-    """The media with these names, all images or all videos."""
+    """Return the media with these names, all images or all videos."""
     if not names:
         return ()
     of_kind = [part for part in media if is_video_name(part) == is_video_name(names[0])]
@@ -131,16 +131,3 @@ def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
     if missing is not None:
         raise SampleError("missing_image", f"no member {missing!r}")
     return tuple(by_name[name] for name in names)
-
-
-def _bytes(data: Any, sample: Sample, field: str) -> bytes:
-    if not isinstance(data, bytes):
-        raise FatalSampleError(
-            f"{field!r} of sample {sample.__key__!r} is a {type(data).__name__}; the task encoder "
-            "takes the bytes of the file: leave its `decoder` as it is"
-        )
-    return data
-
-
-def _extension(part: str) -> str:
-    return part.rpartition(".")[2].lower()

@@ -121,7 +121,7 @@ _details = attrgetter(*_DETAILS)
 
 
 def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
-    """A turn with details read from JSON.
+    """Make a turn with details read from JSON.
 
     Raises:
         SampleError: they are not the details of a turn.
@@ -152,7 +152,7 @@ def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
 
 
 def is_weight(value: Any) -> bool:
-    """Whether a value can weigh tokens: 0, or a number that float32 holds precisely."""
+    """Tell whether a value can weigh tokens: 0, or a number that float32 holds precisely."""
     return isinstance(value, int | float) and (value == 0 or 1e-6 <= value <= 1e6)
 
 
@@ -282,7 +282,7 @@ def count_placeholders(turns: Iterable[Turn], placeholder: str, task: str) -> in
 
 
 def media_in_front(sample: SourceSample) -> str:
-    """Placeholders for all images, then all videos, if no text says where they go."""
+    """Return placeholders for all images, then all videos, of each kind that no text places."""
     front = ""
     for placeholder, names in (
         (IMAGE_PLACEHOLDER, sample.images),
@@ -294,8 +294,7 @@ def media_in_front(sample: SourceSample) -> str:
 
 
 def place_media(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns, with the placeholders of `media_in_front` in the first prompt; of a caption, in
-    front of its text."""
+    """Put the placeholders of `media_in_front` before the first prompt, or a caption's text."""
     front = media_in_front(sample)
     if not front:
         return sample.turns
@@ -306,8 +305,8 @@ def place_media(sample: SourceSample) -> tuple[Turn, ...]:
 
 
 def split_at_media(sample: SourceSample, text: str) -> list[str]:
-    """'a<image>b' -> ['a', '<image>', 'b']; texts and placeholders alternate, and a text comes
-    first. A prompt, or a caption, is cut at `<video>` where the sample has videos."""
+    """Split a prompt or a caption at placeholders: 'a<image>b' -> ['a', '<image>', 'b']. Texts and
+    placeholders alternate, and a text comes first. `<video>` is text in a sample without videos."""
     if sample.videos:
         return _PLACEHOLDERS.split(text)
     parts = [IMAGE_PLACEHOLDER] * (2 * text.count(IMAGE_PLACEHOLDER) + 1)
@@ -316,9 +315,9 @@ def split_at_media(sample: SourceSample, text: str) -> list[str]:
 
 
 def sections(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns between which a sample may be cut, its media placed. Turns of a caption are the
-    sections of its text, which end at blank lines and in front of media. Each has text: media stay
-    with the text after them or, at the end of a document, with the text before them."""
+    """Return the turns between which a sample may be cut, its media placed. Turns of a caption are
+    the sections of its text, which end at blank lines and in front of media. Each has text: media
+    stay with the text after them or, at the end of a document, with the text before them."""
     turns = place_media(sample)
     if sample.task != "captioning":
         return turns
@@ -352,7 +351,7 @@ def sections(sample: SourceSample) -> tuple[Turn, ...]:
 
 
 def join_sections(sample: SourceSample, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The turns of a part of a sample that has these of its `sections`, which are in a row."""
+    """Join consecutive `sections` of a sample to the turns of a part that holds only these."""
     if sample.task != "captioning":
         return tuple(turns)
     text = "".join([turn.answer for turn in turns])

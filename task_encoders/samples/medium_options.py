@@ -1,4 +1,4 @@
-"""Options of one image or one video, as Qwen's messages have them:
+"""Options of one image or one video, as Qwen's messages have them.
 
     {"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 7.5, "fps": 1}
     {"type": "image", "image": "a.jpg", "max_pixels": 50176}
@@ -17,7 +17,7 @@ class MediumOptions:
     """What a sample says of one medium; None: what its family says."""
 
     fps: float | None = None
-    #: frames that are taken, an even number; not beside fps
+    #: frames that are taken, an even number; not together with fps
     nframes: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None

@@ -5,13 +5,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from task_encoders.storage.paths import (
-    BUCKET_PROFILE,
-    PROFILED,
-    StorageError,
-    is_url,
-    unreachable,
-)
+from task_encoders.storage.paths import BUCKET_PROFILE, PROFILED, StorageError, is_url, unreachable
 from task_encoders.storage.remote_requests import in_a_line
 
 if TYPE_CHECKING:
@@ -19,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def energon_url(path: object) -> str:
-    """A path as Energon takes it: s3://bucket/packs is msc://_s3-bucket/packs. Raises StorageError
-    for a storage that needs a profile."""
+    """Return a path as Energon takes it: s3://bucket/packs is msc://_s3-bucket/packs. Raises
+    StorageError for a storage that needs a profile."""
     protocol, _, rest = str(path).partition("://")
     if protocol in PROFILED:
         return f"{BUCKET_PROFILE.format(protocol)}{rest}"
@@ -33,7 +27,7 @@ def energon_url(path: object) -> str:
 
 
 def energon_path(path: object) -> "EPath":
-    """Energon's path. Raises StorageError for a URL that leads nowhere."""
+    """Open Energon's path. Raises StorageError for a URL that leads nowhere."""
     from megatron.energon.epathlib import EPath
 
     if not is_url(path):
@@ -49,7 +43,7 @@ def energon_path(path: object) -> "EPath":
 
 
 def explain(error: Exception) -> str:
-    """An error of Energon in a line; of a URL that a metadataset names, with the remedy."""
+    """Write an error of Energon in a line; of a URL that a metadataset names, with the remedy."""
     text = in_a_line(error)
     if "Unknown protocol" in text or "s3:/" in text:  # to Energon, a folder below the metadataset
         text += "; Energon reads s3://BUCKET/... as msc://_s3-BUCKET/..."
@@ -58,8 +52,8 @@ def explain(error: Exception) -> str:
 
 @functools.cache
 def renew_clients_after_fork() -> None:
-    """Give forked workers connections of their own: Energon's paths keep their parent's, and
-    workers would read each other's answers."""
+    """Give forked workers their own connections: Energon's paths keep their parent's, and workers
+    would read each other's answers."""
     from multistorageclient import shortcuts
 
     clients: list[Any] = []

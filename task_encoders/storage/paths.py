@@ -34,12 +34,12 @@ class StorageError(ValueError):
 
 
 def is_url(path: object) -> bool:
-    """Whether a path is a URL."""
+    """Tell whether a path is a URL."""
     return "://" in str(path)
 
 
 def check_url(text: str) -> str:
-    """The same path. Raises StorageError if it is a URL that lacks a slash or a bucket."""
+    """Return the same path. Raises StorageError if it is a URL that lacks a slash or a bucket."""
     half = _HALF_URL.match(text)
     if half:
         raise StorageError(f"{text!r} lacks a slash; write {half[1]}://{text[half.end() :]}")
@@ -50,9 +50,9 @@ def check_url(text: str) -> str:
 
 
 def path_of(path: object) -> Path:
-    """A local path, or for a URL a path with pathlib's methods (remote_paths.py). Takes Energon's
-    paths as well. Raises StorageError as `check_url` does, and if the storage is unknown or a
-    package is missing."""
+    """Return a local path, or for a URL a path with pathlib's methods (remote_paths.py). Takes
+    Energon's paths as well. Raises StorageError as `check_url` does, and if the storage is unknown
+    or a package is missing."""
     text = check_url(str(path))
     if not is_url(text):
         return Path(text)
@@ -83,7 +83,7 @@ def open_url(url: str) -> "RemotePath":
 
 
 def unreachable(path: object, error: Exception) -> StorageError:
-    """The error of a URL whose storage does not answer, or refuses to."""
+    """Return the error of a URL whose storage does not answer, or refuses to."""
     if isinstance(error, FileNotFoundError):
         return StorageError(f"{path} does not exist; check the address")
     remedy = "pip install the package of the storage (multi-storage-client[boto3], ...)"
@@ -102,7 +102,7 @@ def plain_name(name: str) -> str:
 
 
 def as_remote(path: Path) -> "RemotePath | None":
-    """The path, if it is one of an object storage."""
+    """Return the path if it is one of an object storage, else None."""
     return None if isinstance(path, Path) else path
 
 
@@ -113,8 +113,8 @@ def check_exists(path: Path) -> None:
 
 
 def read_range(path: Path, start: int, end: int) -> bytes:
-    """The bytes [start, end) of a file, fewer if it ends before: of a URL in one request. Raises
-    OSError."""
+    """Read the bytes [start, end) of a file, fewer if it ends before: of a URL in one request.
+    Raises OSError."""
     if remote := as_remote(path):
         return remote.read_range(start, end)
     with open(path, "rb", buffering=0) as file:

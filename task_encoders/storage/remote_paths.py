@@ -1,7 +1,7 @@
 """Paths of an object storage, through fsspec: s3://bucket/folder, gs://..., msc://..., memory://...
 
 `RemotePath` has pathlib's methods, so that an output is written and read by one code wherever it
-lies. An object appears whole or not at all: it is uploaded when it is complete. Requests that fail
+is. An object appears whole or not at all: it is uploaded when it is complete. Requests that fail
 are repeated after growing waits, and counted; those that are refused are not.
 """
 
@@ -38,7 +38,7 @@ class RemotePath(ProxyUPath):
 
     @property
     def fs(self) -> Any:
-        """fsspec's file system, with the options that stand in the URL; a process's own."""
+        """This process's file system of fsspec, with the options in the URL."""
         key = (self.protocol, str(self.storage_options), os.getpid())
         if key not in _FILESYSTEMS:
             # Listings that are kept would hide what other processes write.
@@ -64,38 +64,38 @@ class RemotePath(ProxyUPath):
         return os.stat_result((0, 0, 0, 0, 0, 0, int(info["size"]), 0, 0, 0))
 
     def iterdir(self) -> Iterator[Any]:
-        """Entries of the folder, by name, from one listing."""
+        """List the entries of the folder, by name, from one listing."""
         return (self / name for name in sorted({name for name, _ in self.listing()}))
 
     def listing(self, below: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name, what the storage tells) of the entries of the folder, or one below it, from one
-        listing."""
+        """Yield (name, what the storage tells) of the entries of the folder, or one below it, from
+        one listing."""
         path = f"{self.path.rstrip('/')}/{below}".rstrip("/")
         for one in self._request("listed", lambda: self.fs.ls(path, detail=True), default=()):
             if one["name"].strip("/") != path.strip("/"):  # as some storages list the folder itself
                 yield one["name"].rstrip("/").rpartition("/")[2], one
 
     def tags(self) -> Iterator[tuple[str, int, str]]:
-        """(name, size, ETag) of the objects in the folder itself, from one listing; the ETag is
-        empty if the storage gives none."""
+        """Yield (name, size, ETag) of the objects in the folder itself, from one listing; the ETag
+        is empty if the storage gives none."""
         for name, one in self.listing():
             if one["type"] == "file":
                 tag = one.get("ETag") or one.get("etag") or ""  # s3fs and msc, or others
                 yield name, int(one["size"]), str(tag)
 
     def glob(self, pattern: str, **options: Any) -> Iterator[Any]:
-        """Entries of the folder itself that have such a name."""
+        """Find entries of the folder itself that have such a name."""
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def rglob(self, pattern: str, **options: Any) -> Iterator[Any]:
-        """The objects under the folder that have such a name."""
+        """Find the objects under the folder that have such a name."""
         found = self._request("listed", lambda: self.fs.find(self.path), default=())
         start = len(self.path.rstrip("/")) + 1
         paths = (self / name[start:] for name in sorted(found) if name[start:])
         return (path for path in paths if fnmatchcase(path.name, pattern))
 
     def open(self, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
-        """The object as a file for reading."""
+        """Open the object as a file for reading."""
         if mode != "rb":
             raise NotImplementedError(f"{self} is written whole, by atomic_file")
         size = self.stat().st_size
@@ -112,7 +112,7 @@ class RemotePath(ProxyUPath):
         return self.read_bytes().decode()
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Bytes begin to end, fewer if the object ends before."""
+        """Read the bytes [begin, end), fewer if the object ends before."""
         fetched = self._request("read", lambda: self.fs.cat_file(self.path, start=begin, end=end))
         return bytes(fetched)
 
@@ -131,8 +131,8 @@ class RemotePath(ProxyUPath):
 
     @contextmanager
     def uploaded(self) -> Iterator[BinaryIO]:
-        """A local file without a name, which becomes the object if the block succeeds. A large one
-        is sent in parts, of which the storage makes the object when it has all of them."""
+        """Open a local file without a name, which becomes the object if the block succeeds. A large
+        one is sent in parts, of which the storage makes the object when it has all of them."""
         with tempfile.TemporaryFile() as file:
             yield cast(BinaryIO, file)
             file.flush()
@@ -180,7 +180,7 @@ class RemotePath(ProxyUPath):
             asked |= {name: page[f"Next{name}"] for name in ("KeyMarker", "UploadIdMarker")}
 
     def _info(self) -> Mapping[str, Any]:
-        """What the storage tells of an object or a folder; nothing if there is none."""
+        """Ask what the storage tells of an object or a folder; nothing if there is none."""
         request = partial(self.fs.info, self.path)
         return cast(Mapping[str, Any], self._request("read", request, default={}))
 

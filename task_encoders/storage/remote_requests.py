@@ -39,9 +39,9 @@ class RemoteError(RuntimeError):
 def make_request(
     path: str, done: str, request: Callable[[], Any], default: Any = MUST_EXIST
 ) -> Any:
-    """The answer to a request; or the default, if there is one and no such object. `done` says in
-    errors what could not be done to the object. Raises RemoteError if the storage refuses the
-    request, or goes on failing it; FileNotFoundError."""
+    """Make a request; return its answer, or the default if there is one and no such object. `done`
+    says in errors what could not be done to the object. Raises RemoteError if the storage refuses
+    the request, or goes on failing it; FileNotFoundError."""
     for wait in (*WAITS, None):
         try:
             return request()
@@ -74,8 +74,8 @@ def count_attempt(attempts: int, **event: Any) -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and text of an error."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """Write type and text of an error in a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _lacks_bucket(error: Exception) -> bool:

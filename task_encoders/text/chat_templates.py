@@ -85,8 +85,8 @@ class JinjaTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`variables`: other names that the template may refer to, such as `bos_token`. `options`:
-        variables that it must read.
+        """Compile a template. `variables` are other names that it may refer to, such as
+        `bos_token`; `options` are variables that it must read.
 
         Raises:
             ValueError: it is not valid Jinja, or does not read one of the options.
@@ -161,8 +161,8 @@ class JinjaTemplate:
 
 
 def _looks_at(syntax: Any) -> tuple[bool, list[str]]:
-    """Whether a template trims texts, and the words that it searches for in them: only those with
-    punctuation, since it looks up names of fields in the same way."""
+    """Tell whether a template trims texts, and list the words that it searches for in them: only
+    words with punctuation, since templates look up names of fields in the same way."""
     from jinja2 import nodes
 
     names = {node.name for node in syntax.find_all(nodes.Filter)}
@@ -182,7 +182,7 @@ def _looks_at(syntax: Any) -> tuple[bool, list[str]]:
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up for chat templates, except for the time of day."""
+    """Set up Jinja as transformers does for chat templates, but without the time of day."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -260,7 +260,7 @@ class ChatTemplate:
         self._shapes: dict[_Shape, tuple[_Part, ...]] = {}
 
     def pieces(self, sample: SourceSample, weights: Sequence[float]) -> list[Piece]:
-        """The pieces of a checked conversation, without white space after the very last answer.
+        """Return the pieces of a checked conversation; no white space follows the very last answer.
 
         Args:
             weights: the loss weight of each turn's answer.
@@ -299,7 +299,7 @@ class ChatTemplate:
         return [text for number, text in enumerate(texts) if number not in written]
 
     def _shape(self, sample: SourceSample) -> tuple[_Shape, list[str]]:
-        """The shape of a conversation, and the texts in it."""
+        """Return the shape of a conversation, and the texts that its marks stand for."""
         texts: list[str] = []
         shape: list[Any] = [sample.tools]
         skeleton, front = self._skeleton, media_in_front(sample)
@@ -318,7 +318,7 @@ class ChatTemplate:
         return tuple(shape), texts
 
     def _looked_at(self, text: str, texts: list[str]) -> _Skeleton:
-        """The skeleton of a text that the template looks at; see `_one_mark`."""
+        """Replace by marks what the template does not look at in a text; add that to `texts`."""
         skeleton = ""
         for i, part in enumerate(self._words.split(text) if self._words else (text,)):
             core = part.strip()
@@ -368,7 +368,7 @@ class ChatTemplate:
         return tuple(itertools.chain(*joined))
 
     def _parts(self, written: str, header: str = "", turn: int = -1) -> Iterator[_Part]:
-        """Parts of the rendered text: of one turn's answer with its header, or of no answer."""
+        """Cut rendered text into parts: of one turn's answer with its header, or of no answer."""
         for i, text in enumerate(self.dialect.cut(written)):
             if i % 2:
                 medium = self.dialect.media.get(text)
@@ -384,8 +384,9 @@ class ChatTemplate:
                 yield Text(words.begin)
 
     def _messages(self, shape: _Shape) -> tuple[Any, list[dict[str, Any]], set[int]]:
-        """Tools and messages as a template takes them, with numbered marks, and the numbers of the
-        texts that it must write: all but thoughts, which it may show in only some answers."""
+        """Return tools and messages as a template takes them, with numbered marks, and the numbers
+        of the texts that it must write: all but thoughts, which it may show in only some
+        answers."""
         tools = hide(_parsed(shape[0], list)) if shape[0] else None
         if tools and "tools" not in self.jinja.writes:
             raise SampleError("not_in_template", "the chat template writes no tools")
@@ -426,7 +427,7 @@ class ChatTemplate:
 
 
 def _parsed(text: str, kind: type) -> Any:
-    """The list or object that a JSON text holds. Raises SampleError if it holds none."""
+    """Parse the JSON text of a list or an object (`kind`). Raises SampleError for anything else."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -437,7 +438,7 @@ def _parsed(text: str, kind: type) -> Any:
 
 
 def _one_mark(text: str, texts: list[str]) -> _Skeleton:
-    """A text's skeleton; adds the texts that its marks replace to `texts`."""
+    """Replace a text by one mark, and add the text to `texts`."""
     if not text:
         return ""
     texts.append(text)

@@ -62,8 +62,8 @@ Piece = Control | Text | Fixed | Answer | Image | Video
 
 
 def caption_pieces(sample: SourceSample, end: str = "", *, after_media: bool) -> Iterator[Piece]:
-    """Text and media of a caption, in order, and `end` after its text; no template. With
-    `after_media` text in front of the first medium carries no loss."""
+    """Yield the text and media of a caption in order, and `end` after its text, without a template.
+    With `after_media`, text in front of the first medium carries no loss."""
     is_trained = not (after_media and sample.media)
     text = media_in_front(sample) + sample.turns[0].answer + end
     for i, part in enumerate(split_at_media(sample, text)):
@@ -75,7 +75,7 @@ def caption_pieces(sample: SourceSample, end: str = "", *, after_media: bool) ->
 
 
 def without_end(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces up to the last answer, which goes on: its end token would be a lie."""
+    """Drop the pieces after the last answer. It is truncated, so that no end token may follow."""
     found = list(pieces)
     last = max(i for i, piece in enumerate(found) if isinstance(piece, Answer))
     return found[: last + 1]
@@ -94,7 +94,7 @@ def without_empty_thought(piece: Piece) -> Piece:
 
 
 def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
-    """A conversation as chat messages, with placeholders in the texts."""
+    """Return a conversation as chat messages, with placeholders in the texts."""
     messages: list[dict[str, Any]] = []
     if sample.system is not None:
         messages.append({"role": "system", "content": sample.system})
@@ -115,7 +115,7 @@ def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
 
 
 def to_chat(sample: SourceSample) -> list[dict[str, Any]]:
-    """The same messages as transformers takes them, with media as parts of contents."""
+    """Return chat messages as transformers takes them, with media as parts of contents."""
     messages = to_messages(replace(sample, turns=place_media(sample)))
     for message in messages if sample.media else ():
         if message["role"] in ("system", "assistant"):
@@ -156,7 +156,7 @@ class Dialect:
         self.cut: Final = re.compile(f"({spelled}|{controls})").split
 
     def spell(self, piece: Piece) -> str:
-        """A piece as templates write it."""
+        """Write a piece as templates do."""
         match piece:
             case Control(token=token):
                 return token
@@ -187,7 +187,7 @@ _RESERVED: Final = re.compile("[\ufdd0-\ufdd5]")
 
 
 def hide(value: Any) -> Any:
-    """Tools or a call, with nothing in their texts that could be taken for a control token.
+    """Hide the first characters of control tokens in the texts of tools or of a call; see `SHOWN`.
 
     Raises:
         SampleError: they contain noncharacters.

@@ -73,7 +73,7 @@ MEDIA_TOKEN_IDS: Final[dict[str, int]] = {
 
 @functools.cache
 def qwen_ranks() -> dict[bytes, int]:
-    """Qwen's 151,643 BPE ranks, from the file inside the `dashscope` package.
+    """Read Qwen's 151,643 BPE ranks from the file inside the `dashscope` package.
 
     Raises:
         ValueError: the package is missing.

@@ -24,7 +24,7 @@ _THINKS: Final = "<think>\nIt\n</think>\n\nis."
 
 
 def _probes() -> Iterator[SourceSample]:
-    """Conversations, the plain ones first."""
+    """Yield conversations with everything that a sample may contain, the plain ones first."""
 
     def sample(*turns: Turn, system: str | None = None, **more: Any) -> SourceSample:
         return SourceSample("probe", "bmr", turns, system=system, **more)
@@ -91,7 +91,7 @@ def prove(
 
 
 def write(template: ChatTemplate, sample: SourceSample) -> str | None:
-    """The pieces of a sample as one string; None where the template cannot write it."""
+    """Write the pieces of a sample as one string; None if the template cannot write it."""
     try:
         pieces = template.pieces(sample, [1.0] * len(sample.turns))
     except SampleError:
@@ -126,7 +126,7 @@ def _apply(
 
 
 def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
-    """The chat template of a checkpoint: its processor's, or else its tokenizer's."""
+    """Return the chat template of a checkpoint: its processor's, or else its tokenizer's."""
     from transformers.utils import cached_file
 
     quiet = {
@@ -179,8 +179,9 @@ def load_template(
     earlier_thoughts: str = "template",
     dialect: Dialect = CHATML,
 ) -> tuple[ChatTemplate, str]:
-    """A checkpoint's chat template with its options, proved, and its fingerprint: "" where it
-    writes what the family's `own` does, which is also used for a checkpoint without one.
+    """Load a checkpoint's chat template with its options, and prove that it is cut correctly.
+    Return it with its fingerprint, "" if it writes what the family's `own` template does. A
+    checkpoint without a template is given `own`.
 
     Raises:
         ValueError: it cannot be cut, does not read one of the options, or cannot do with earlier

@@ -44,17 +44,17 @@ class Tokenizer(Protocol):
     control_tokens: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are data. Raises SampleError."""
+        """Return the ids of a text in which special tokens are data. Raises SampleError."""
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
-        """Ids of header + answer, and the index of the first that overlaps the answer."""
+        """Encode header + answer; return the ids, and the index of the first in the answer."""
 
     def special_id(self, token: str) -> int:
-        """Id of an added token. Raises ValueError where the vocabulary has none."""
+        """Return the id of an added token. Raises ValueError if the vocabulary lacks it."""
 
     def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        """Ids as people read them: (text, False) for each run of ordinary tokens, (name, True) for
-        each control token. Bytes that are not valid UTF-8 become U+FFFD."""
+        """Return ids as people read them: (text, False) for each run of ordinary tokens, (name,
+        True) for each control token. Bytes that are not valid UTF-8 become U+FFFD."""
 
 
 class _AddedTokens:
@@ -95,7 +95,7 @@ class TiktokenTokenizer(_AddedTokens):
         *,
         nfc: bool,
     ) -> None:
-        """`special` are control tokens; `text_tokens`, added tokens that text can spell."""
+        """Build the encoding of control tokens, `special`, and others that text can spell."""
         text_tokens = text_tokens or {}
         self._encoding = tiktoken.Encoding(
             "bpe",
@@ -151,7 +151,7 @@ class TransformersTokenizer(_AddedTokens):
     """Any fast tokenizer of transformers, unchanged."""
 
     def __init__(self, tokenizer: Any, spelled: Collection[str] = ()) -> None:
-        """`spelled`: special tokens that text can spell."""
+        """Copy a tokenizer. `spelled` are special tokens that text can spell."""
         # A copy, since `encode_special_tokens` (special tokens are data) is a lasting switch.
         spec = tokenizer.backend_tokenizer.to_str()
         if spelled:
@@ -187,8 +187,8 @@ class TransformersTokenizer(_AddedTokens):
 
 
 def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Finds the names of control tokens in text, where they are data; `<image>`, which some
-    vocabularies have, is a mark of our own there."""
+    """Return a pattern of the names of control tokens in text, where they are data. `<image>`,
+    which some vocabularies have, is not among them: in text it marks an image."""
     names = sorted({*tokenizer.control_tokens} - _MARKS, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
@@ -206,8 +206,8 @@ def check_runs(text: str) -> None:
 
 
 def sample_error_of(error: BaseException) -> BaseException:
-    """SampleError: unexpected_error for a tokenizer in Rust that panics, as it does where its stack
-    ends; any other error unchanged. A panic is a BaseException, which nothing else catches."""
+    """Turn the panic of a tokenizer in Rust, whose stack ends, into SampleError: unexpected_error;
+    return any other error unchanged. A panic is a BaseException, which nothing else catches."""
     if type(error).__name__ != "PanicException":
         return error
     detail = " ".join(f"the tokenizer panics: {error}".split())
@@ -266,7 +266,7 @@ def require_hub(name: str) -> None:
         return  # an answer
     except OSError as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # the hub's client has certificates of its own
+        if isinstance(reason, ssl.SSLError):  # the hub's client has its own certificates
             return
         raise ValueError(
             f"processor {name!r} is not a folder here, and the hub {constants.ENDPOINT} is out of "
@@ -277,7 +277,7 @@ def require_hub(name: str) -> None:
 
 @functools.cache
 def checkpoint_tokenizer(processor: str) -> Any:
-    """transformers' fast tokenizer of a checkpoint folder or a hub name; no remote code is run.
+    """Load the fast tokenizer of a checkpoint folder or a hub name; no remote code is run.
 
     Raises:
         ValueError: there is none of that name, or it is not a fast one.
@@ -294,7 +294,7 @@ def checkpoint_tokenizer(processor: str) -> Any:
         raise ValueError(_explain_missing(processor))  # transformers makes up an empty one
     if not tokenizer.is_fast:
         raise ValueError(
-            f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json beside it"
+            f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json there"
         )
     return tokenizer
 
@@ -303,7 +303,7 @@ def checkpoint_tokenizer(processor: str) -> Any:
 def load_tokenizer(
     processor: str, text_tokens: tuple[str, ...] = (), spelled: tuple[str, ...] = ()
 ) -> Tokenizer:
-    """The tokenizer of "builtin", a checkpoint folder, or a hub name.
+    """Load the tokenizer of "builtin", a checkpoint folder, or a hub name.
 
     Args:
         text_tokens: what a family adds to the built-in vocabulary after the special tokens.
@@ -341,7 +341,7 @@ def _make_tokenizer(
 
 
 def _explain_missing(processor: str) -> str:
-    """Reason why transformers found no tokenizer, in a line where it writes a paragraph."""
+    """Explain in a line why transformers found no tokenizer; its own error is a paragraph."""
     path = Path(processor)
     if path.is_dir():
         why = "is a folder without a tokenizer (tokenizer.json, tokenizer_config.json)"
@@ -355,7 +355,7 @@ def _explain_missing(processor: str) -> str:
 
 
 def _as_tiktoken(spec: Mapping[str, Any]) -> TiktokenTokenizer | None:
-    """The tiktoken form of a tokenizer.json; None if it is not a byte-level BPE of known parts.
+    """Convert a tokenizer.json to tiktoken; None if it is not a byte-level BPE of known parts.
 
     tiktoken merges the pair whose result has the lowest rank, so the ranks must be the ids and the
     list of merges must be in the order of its results' ids.
@@ -391,7 +391,7 @@ def _as_tiktoken(spec: Mapping[str, Any]) -> TiktokenTokenizer | None:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes: character -> byte."""
+    """Map GPT-2's printable characters to the 256 bytes that they stand for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

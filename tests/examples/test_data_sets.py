@@ -40,18 +40,14 @@ Sample = tuple[tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Written:
-    """A data set on disk: what is to be packed of it, and why the rest is not.
-
-    Attributes:
-        aside: number of records set aside by reason.
-        init: what `init` is given.
-        init_samples: samples that the configuration of `init` packs, if not those of the example;
-            and what it sets aside.
-    """
+    """A data set on disk: what is to be packed of it, and why the rest is not."""
 
     samples: list[Sample]
+    #: what `init` is given
     init: str
+    #: number of records set aside by reason
     aside: dict[str, int] = field(default_factory=dict)
+    #: samples that the configuration of `init` packs, if not those of the example
     init_samples: list[Sample] | None = None
     init_aside: dict[str, int] | None = None
 
@@ -85,7 +81,7 @@ def llava_pretrain_558k() -> Written:
     said = ("select luxury furniture 3 - inch gel memory foam", "a grey watch with an army style")
     records = [
         {"id": Path(name).stem, "image": name, "conversations": talk(*turn)}
-        for name, turn in zip(names, zip(asked, said, strict=True), strict=True)
+        for name, *turn in zip(names, asked, said, strict=True)
     ]
     path = "data/llava_pretrain/blip_laion_cc_sbu_558k.json"
     write_file(Path(path), orjson.dumps(records))
@@ -177,18 +173,17 @@ def the_cauldron() -> Written:
 
 def vqav2_rows() -> list[dict[str, Any]]:
     """Annotations of two questions about one picture, of ten people each."""
-    kept = []
-    for number, (question, answers) in enumerate(
-        [("Where is he looking?", ["down"] * 7 + ["at table"] * 3), ("How many?", ["2"] * 10)]
-    ):
+    asked = {"Where is he looking?": ["down"] * 7 + ["at table"] * 3, "How many?": ["2"] * 10}
+    rows = []
+    for number, (question, answers) in enumerate(asked.items()):
         given = [
             {"answer": answer, "answer_confidence": "yes", "answer_id": i + 1}
             for i, answer in enumerate(answers)
         ]
         row = {"question_type": "none of the above", "multiple_choice_answer": answers[0]}
         row |= {"answers": given, "image_id": 458752, "answer_type": "other"}
-        kept.append({**row, "question_id": 458752000 + number, "question": question})
-    return kept
+        rows.append({**row, "question_id": 458752000 + number, "question": question})
+    return rows
 
 
 VQAV2: list[Sample] = [
@@ -330,32 +325,26 @@ WRITERS: dict[str, Callable[[], Written]] = {
 }
 
 
-def packed(run: Run) -> list[Sample]:
-    """The samples in a run's packs, with a placeholder for each medium that has no place."""
-    found: list[Sample] = []
-    for _, sample, media in samples_of(run):
-        texts = [text for turn in place_media(sample) for text in (turn.prompt, turn.answer)]
-        texts = ["", texts[1]] if sample.task == "captioning" else texts  # shows no prompt
-        numbers = tuple(PICTURES.index(one) if one in PICTURES else -1 for one in media)
-        found.append((tuple(texts), numbers))
-    return found
-
-
-def run_of(config: PackingConfig, output: Path) -> Run:
-    """The run of a configuration, in this process, of tiny packs that miss what they may."""
+def check_packs(
+    config: PackingConfig, output: Path, samples: list[Sample], aside: dict[str, int]
+) -> Run:
+    """Every record is packed with its texts and pictures, or set aside for a known reason."""
     sources = [source.model_dump() for source in config.source]
     pack = config.pack.model_dump(exclude_unset=True) | {"seq_length": 2048, "max_set_aside": 1}
-    return make_run(sources, output, pack=pack, model=config.model.model_dump())
-
-
-def check_packs(run: Run, samples: list[Sample], aside: dict[str, int]) -> None:
-    """Every record is packed with its texts and pictures, or set aside for a known reason."""
+    run = make_run(sources, output, pack=pack, model=config.model.model_dump())
     found = Counter(outcomes(run).values())
     assert found == Counter(aside) + Counter(ok=len(samples)), list(list_set_aside(run))
     if samples:
         pack_all(run)
         assert verify(run, deep=True).problems == []
-        assert sorted(packed(run)) == sorted(samples)
+    packed: list[Sample] = []
+    for _, sample, media in samples_of(run):
+        texts = [text for turn in place_media(sample) for text in (turn.prompt, turn.answer)]
+        texts = ["", texts[1]] if sample.task == "captioning" else texts  # shows no prompt
+        numbers = tuple(PICTURES.index(one) if one in PICTURES else -1 for one in media)
+        packed.append((tuple(texts), numbers))
+    assert sorted(packed) == sorted(samples)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -369,21 +358,16 @@ def test_a_data_set_from_its_files_to_a_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written = WRITERS[name]()
-    run = run_of(load_config(EXAMPLES / f"{name}.yaml", ["engine.workers=0"]), tmp_path / "out")
-    check_packs(run, written.samples, written.aside)
+    config = load_config(EXAMPLES / f"{name}.yaml", ["engine.workers=0"])
+    run = check_packs(config, tmp_path / "out", written.samples, written.aside)
     check_training_step(model, run.workspace.root, task_encoder(run))
     found = recognise(written.init)
+    if name == "vqav2":  # which of the answers is trained
+        assert "source.fields={answer:" in found.examples[0].problem
     config = parse_config(yaml.safe_load(render_config(found, "init")))
     init_samples = written.samples if written.init_samples is None else written.init_samples
     init_aside = written.aside if written.init_aside is None else written.init_aside
-    check_packs(run_of(config, tmp_path / "init"), init_samples, init_aside)
-
-
-def test_what_init_cannot_choose_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of VQAv2's answers is trained."""
-    monkeypatch.chdir(tmp_path)
-    found = recognise(vqav2().init)
-    assert "source.fields={answer:" in found.examples[0].problem
+    check_packs(config, tmp_path / "init", init_samples, init_aside)
 
 
 def test_every_example_can_be_parsed() -> None:

@@ -44,11 +44,10 @@ def draw_dialogues(template: str) -> list[SourceSample]:
     rng = np.random.default_rng(7)
     found: list[SourceSample] = []
     while len(found) < 300:
+        num_images = 1 if template == "plain" else int(rng.integers(0, 5))
         if template == "plain":
             turns: tuple[Turn, ...] = (Turn("<image>", random_text(rng, int(rng.integers(1, 40)))),)
-            num_images = 1
         else:
-            num_images = int(rng.integers(0, 5))
             turns = random_turns(rng, KINDS[len(found) % len(KINDS)], num_images)
             if num_images and not any("<image>" in turn.prompt for turn in turns):
                 continue  # to NeVA, a conversation without an image
@@ -83,25 +82,19 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def our_string(encoder: Any, sample: SourceSample) -> str:
     """The text that the pieces spell after the <s> that LLaMA's tokenizer puts in front."""
-    spelled = []
+    spelled = ""
     for piece in encoder.parts(sample):
         match piece:
             case Control(token=token):
-                spelled.append(token)
+                spelled += token
             case Answer(header=header, text=text):
-                spelled.append(header + text)
+                spelled += header + text
             case Text(text=text):
-                spelled.append(text)
+                spelled += text
             case Image():
-                spelled.append("<image>")
-    assert spelled[0] == "<s>"
-    return "".join(spelled[1:])
-
-
-def our_packs(algorithm: str, lengths: np.ndarray) -> list[list[int]]:
-    """Lengths in each pack, by the planner itself."""
-    plan = plan_packs(lengths, SEQ_LENGTH, strategy=algorithm, seed=SEED)
-    return sorted(lengths[ids].tolist() for ids in plan)
+                spelled += "<image>"
+    assert spelled.startswith("<s>")
+    return spelled.removeprefix("<s>")
 
 
 @pytest.mark.parametrize("template", ["v1", "plain"])
@@ -146,8 +139,9 @@ def test_token_ids_are_those_of_the_strings(encoders: dict[str, Any], template: 
     ],
 )
 def test_packs_are_those_of_the_preprocessing(algorithm: str) -> None:
-    stored = json.loads(STORED.read_text())["packs"][algorithm]
-    packs = our_packs(algorithm, draw_lengths())
+    stored, lengths = json.loads(STORED.read_text())["packs"][algorithm], draw_lengths()
+    plan = plan_packs(lengths, SEQ_LENGTH, strategy=algorithm, seed=SEED)
+    packs = sorted(lengths[ids].tolist() for ids in plan)
     assert (len(packs), digest(packs)) == (stored["packs"], stored["digest"])
 
 

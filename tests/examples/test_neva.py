@@ -34,10 +34,7 @@ from tests.helpers.tiny_tokenizers import save_llama_tokenizer
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming_from_neva.md").read_text()
 FLAGS = {
-    "--data_path": None,
-    "--image_folder": None,
-    "--tokenizer_path": None,
-    "--output_dir": None,
+    **dict.fromkeys(("--data_path", "--image_folder", "--tokenizer_path", "--output_dir")),
     "--max_seq_length": 4096,
     "--packing_algorithm": "first_fit_shuffle",
     "--hf_vision_encoder": "openai/clip-vit-large-patch14-336",
@@ -186,10 +183,8 @@ def test_packs_of_half_the_data_are_no_success(
     config = load_config(tmp_path / "my out/pack.yaml").model_dump()
     paths = [config["source"][0][name] for name in ("path", "image_root")]
     paths += [config["output"]["path"], config["model"]["processor"]]
-    assert [Path(path).relative_to(tmp_path).parts[0] for path in paths] == [
-        *("a.json", "images"),
-        *("my out", "llama"),
-    ]
+    parts = [Path(path).relative_to(tmp_path).parts[0] for path in paths]
+    assert parts == ["a.json", "images", "my out", "llama"]
 
 
 def test_the_configuration_of_complete_packs_stays(tmp_path: Path) -> None:
@@ -222,6 +217,9 @@ def test_vision_encoders(tmp_path: Path) -> None:
         given(hf_vision_encoder=str(tmp_path))
 
 
+CROPPED = "model: {{mm_cfg: {{vision_encoder: {{crop_size: {}}}}}}}"
+
+
 @pytest.mark.parametrize(
     ("changes", "hparams", "message"),
     [
@@ -229,12 +227,8 @@ def test_vision_encoders(tmp_path: Path) -> None:
         ({"hf_vision_encoder": "mine"}, "", "does not end in patchN"),
         ({}, "model: {mm_cfg: {use_im_start_end: true}}", "only False is supported"),
         ({}, "model: {data: {media_type: video}}", "only image is supported"),
-        ({}, "model: {mm_cfg: {vision_encoder: {crop_size: 336}}}", "crop_size 336 is not that of"),
-        (
-            {},
-            "model: {mm_cfg: {vision_encoder: {crop_size: [224, 224]}}}",
-            r"crop_size \[224, 224\] is not that of openai/clip-vit-large-patch14-336",
-        ),
+        ({}, CROPPED.format(336), "crop_size 336 is not that of"),
+        ({}, CROPPED.format([224, 224]), r"\[224, 224\] is not that of openai/clip-vit-large-pat"),
         ({}, "a: [1\n", r"--hparams_file .*llava_config\.yaml"),
     ],
 )
@@ -257,10 +251,10 @@ def test_fields_of_the_yaml(tmp_path: Path) -> None:
 
 
 def test_options_of_training() -> None:
-    given = ["sft.yaml", "++model.data.packed_sequence=True", "model.global_batch_size=4", "a.b=c"]
-    assert translate([*given, "model.micro_batch_size=2", "model.data.data_prefix=out/p"]) == [
-        *("sft.yaml", "a.b=c", "batch.global_batch_packs=4", "data.micro_batch_size=2"),
-        *("data.path=out/packs", "batch.global_batch_size=null"),
-    ]
+    given = "sft.yaml ++model.data.packed_sequence=True model.global_batch_size=4 a.b=c "
+    given += "model.micro_batch_size=2 model.data.data_prefix=out/p"
+    expected = "sft.yaml a.b=c batch.global_batch_packs=4 data.micro_batch_size=2 "
+    expected += "data.path=out/packs batch.global_batch_size=null"
+    assert translate(given.split()) == expected.split()
     with pytest.raises(ClickException, match="packed_sequence=False: only packs are trained"):
         translate(["++model.data.packed_sequence=False"])

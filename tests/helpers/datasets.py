@@ -114,7 +114,9 @@ def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Pac
         "output": {"path": str(folder), "packs_per_shard": 2},
         "engine": {"workers": 0, "samples_per_part": 16},
     }
-    merged = {name: {**content, **sections.get(name, {})} for name, content in defaults.items()}
+    merged = {
+        name: {**defaults.get(name, {}), **own} for name, own in (defaults | sections).items()
+    }
     return parse_config({"source": source, **merged})
 
 

@@ -143,33 +143,26 @@ def jsonl_zst(root: Path, samples: list[Sample]) -> dict[str, Any]:
 
 
 def csv_rows(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    return _rows(root, samples, "csv", {})
+    write_file(root / "chat.csv", _rows(root, samples))
+    return {"format": "csv", "path": str(root)}
 
 
 def tsv_gz(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    found = _rows(
-        root, samples, "tsv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
-    )
-    plain = root / "chat.tsv"
-    write_file(root / "chat.tsv.gz", gzip.compress(plain.read_bytes()))
-    plain.unlink()
-    return found
+    content = _rows(root, samples, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None)
+    write_file(root / "chat.tsv.gz", gzip.compress(content))
+    return {"format": "tsv", "path": str(root)}
 
 
-def _rows(
-    root: Path, samples: list[Sample], form: str, dialect: Mapping[str, Any]
-) -> dict[str, Any]:
+def _rows(root: Path, samples: list[Sample], **dialect: Any) -> bytes:
     """Lists are JSON in their cells."""
-    records = with_files(root, samples)
-    text = io.StringIO()
+    records, text = with_files(root, samples), io.StringIO()
     columns = list(dict.fromkeys(name for record in records for name in record))
     writer = csv.writer(text, **dialect)
     writer.writerow(columns)
     for record in records:
         cells = (record.get(name, "") for name in columns)
         writer.writerow([one if isinstance(one, str) else json.dumps(one) for one in cells])
-    write_file(root / f"chat.{form}", text.getvalue().encode())
-    return {"format": form, "path": str(root)}
+    return text.getvalue().encode()
 
 
 def json_array(root: Path, samples: list[Sample]) -> dict[str, Any]:
@@ -183,18 +176,12 @@ def json_array(root: Path, samples: list[Sample]) -> dict[str, Any]:
 
 
 def llama_factory(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    records = with_files(root, samples)
-    write_file(root / "mllm.json", json.dumps(records).encode())
+    write_file(root / "mllm.json", json.dumps(with_files(root, samples)).encode())
     entry = {
         "file_name": "mllm.json",
         "formatting": "sharegpt",
-        "columns": {"messages": "messages", "images": "images", "videos": "videos"},
-        "tags": {
-            "role_tag": "role",
-            "content_tag": "content",
-            "user_tag": "user",
-            "assistant_tag": "assistant",
-        },
+        "columns": {name: name for name in ("messages", "images", "videos")},
+        "tags": {f"{name}_tag": name for name in ("role", "content", "user", "assistant")},
     }
     write_json(root / "dataset_info.json", {"mllm": entry, "other": {"hf_hub_url": "x/y"}})
     return {"format": "llama_factory", "path": str(root), "dataset": "mllm"}
@@ -210,25 +197,22 @@ def tar_members(samples: list[Sample]) -> list[tuple[str, bytes]]:
     return members
 
 
-def _tars(root: Path, samples: list[Sample], suffix: str, pack: Callable[[bytes], bytes]) -> None:
+def webdataset(
+    root: Path, samples: list[Sample], suffix: str = "", pack: Callable[[bytes], bytes] = bytes
+) -> dict[str, Any]:
     half = len(samples) // 2
     for i, some in enumerate((samples[:half], samples[half:])):
         write_file(root / f"shard-{i:03d}.tar{suffix}", pack(tar_bytes(tar_members(some))))
-
-
-def webdataset(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    _tars(root, samples, "", bytes)
     return {"format": "webdataset", "path": str(root)}
 
 
 def webdataset_gz(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    _tars(root, samples, ".gz", gzip.compress)
-    return {"format": "webdataset", "path": str(root)}
+    return webdataset(root, samples, ".gz", gzip.compress)
 
 
 def energon(root: Path, samples: list[Sample]) -> dict[str, Any]:
     """A crude dataset, as `energon prepare` describes it."""
-    _tars(root, samples, "", bytes)
+    webdataset(root, samples)
     description = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
     write_file(root / ".nv-meta" / "dataset.yaml", description.encode())
     split = "split_parts: {train: ['shard-{000..001}.tar'], val: []}\nexclude: []\n"
@@ -242,23 +226,16 @@ def table(samples: list[Sample]) -> pa.Table:
     message = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
 
     def column(field: str) -> pa.Array:
-        return pa.array(
-            [
-                [{"bytes": m, "path": None} for m in media if field_of(suffix_of(m)) == field]
-                for *_, media in samples
-            ],
-            pa.list_(image),
-        )
+        cells = [
+            [{"bytes": m, "path": None} for m in media if field_of(suffix_of(m)) == field]
+            for *_, media in samples
+        ]
+        return pa.array(cells, pa.list_(image))
 
-    return pa.table(
-        {
-            "id": [key for key, _, _ in samples],
-            "messages": pa.array([messages for _, messages, _ in samples], pa.list_(message)),
-            "images": column("images"),
-            "videos": column("videos"),
-            "unused": [1.5] * len(samples),
-        }
-    )
+    keys, messages, _ = zip(*samples, strict=True)
+    media = {name: column(name) for name in ("images", "videos")}
+    said = pa.array(messages, pa.list_(message))
+    return pa.table({"id": keys, "messages": said, **media, "unused": [1.5] * len(samples)})
 
 
 def parquet(root: Path, samples: list[Sample]) -> dict[str, Any]:
@@ -280,35 +257,25 @@ def huggingface(root: Path, samples: list[Sample]) -> dict[str, Any]:
     return {"format": "huggingface", "path": str(root)}
 
 
-#: Names of media in a pack, by the field of a record.
-_PARTS: Mapping[str, str] = {"images": "img", "videos": "vid"}
-
-
 def pack_members(samples: list[Sample], size: int = 3) -> list[tuple[str, bytes]]:
     """Multi-turn packs as others write them: without meta, images counted over the pack."""
     members: list[tuple[str, bytes]] = []
     for number, start in enumerate(range(0, len(samples), size)):
-        some = samples[start : start + size]
-        names: dict[str, list[list[str]]] = {"images": [], "videos": []}
-        count = 0
+        some, count = samples[start : start + size], 0
+        record: dict[str, Any] = {"images": [], "videos": []}
         for _, _, media in some:
-            own = [
-                f"{_PARTS[field_of(suffix_of(medium))]}{count + i:03d}.{suffix_of(medium)}"
-                for i, medium in enumerate(media)
-            ]
-            members += [
-                (f"ps_{number:08d}.{name}", data) for name, data in zip(own, media, strict=True)
-            ]
-            for field, lists in names.items():
+            own = []
+            for medium in media:
+                kind = {"images": "img", "videos": "vid"}[field_of(suffix_of(medium))]
+                own.append(f"{kind}{count:03d}.{suffix_of(medium)}")
+                members.append((f"ps_{number:08d}.{own[-1]}", medium))
+                count += 1
+            for field, lists in record.items():
                 lists.append([name for name in own if field_of(name) == field])
-            count += len(media)
-        if not any(names["videos"]):
-            del names["videos"]
-        record = {
-            **names,
-            "prompt": [[m["content"] for m in messages[::2]] for _, messages, _ in some],
-            "captions": [[m["content"] for m in messages[1::2]] for _, messages, _ in some],
-        }
+        if not any(record["videos"]):
+            del record["videos"]
+        for name, first in (("prompt", 0), ("captions", 1)):
+            record[name] = [[m["content"] for m in said[first::2]] for _, said, _ in some]
         members.append((f"ps_{number:08d}.json", json.dumps(record).encode()))
     return members
 

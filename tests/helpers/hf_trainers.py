@@ -217,31 +217,12 @@ class _FromPyAV:
 
     def fetch_videos(self, videos: Any, sample_indices_fn: Callable[..., Any]) -> Any:
         if isinstance(videos, list):
-            return list(
-                zip(*[self.fetch_videos(v, sample_indices_fn) for v in videos], strict=True)
-            )
-        with av.open(videos) as file:
-            stream = file.streams.video[0]
-            assert stream.average_rate is not None
-            total = sum(1 for _ in file.decode(stream))
-            metadata = VideoMetadata(
-                total, fps=float(stream.average_rate), duration=float(total / stream.average_rate)
-            )
+            found = [self.fetch_videos(video, sample_indices_fn) for video in videos]
+            return list(zip(*found, strict=True))
+        frames, rate = decoded_video(videos)
+        metadata = VideoMetadata(len(frames), fps=rate, duration=len(frames) / rate)
         metadata.frames_indices = sample_indices_fn(metadata=metadata)
-        numbers = [int(number) for number in metadata.frames_indices]
-        if max(numbers) >= total:
-            raise IndexError(f"frame {max(numbers)} of {total}")  # as an array of all would
-        return some_frames(videos, numbers), metadata
-
-
-def some_frames(path: str, numbers: Sequence[int]) -> np.ndarray:
-    """Frames of these numbers (T, H, W, 3), upright; one may be named several times."""
-    found: dict[int, np.ndarray] = {}
-    with av.open(path) as file:
-        for number, frame in enumerate(file.decode(video=0)):
-            if number in numbers:
-                found[number] = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-    return np.stack([found[number] for number in numbers])
+        return frames[[int(number) for number in metadata.frames_indices]], metadata
 
 
 def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
@@ -250,9 +231,8 @@ def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
     assert encoder.options.resize == "torch"
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
     of_videos = "Qwen3VL" if family == "qwen3_vl" else "Qwen2VL"
-    reading: Any = type(
-        "Reading", (_FromPyAV, getattr(transformers, f"{of_videos}VideoProcessor")), {}
-    )
+    videos = getattr(transformers, f"{of_videos}VideoProcessor")
+    reading: Any = type("Reading", (_FromPyAV, videos), {})
     shared = {
         "patch_size": encoder.vision.patch_size,
         "image_mean": list(encoder.vision.mean),

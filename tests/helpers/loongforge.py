@@ -90,12 +90,14 @@ def tool_dialogues(root: Path, count: int = 12) -> Path:
         found.append(record)
     untrained = dialogue("<image>Who?", "Nobody.", "Who?", "Me.")
     untrained[1]["loss_weight"] = 0  # type: ignore[assignment]
-    found.append({"messages": untrained, "images": ["0.jpg"], "id": "untrained"})
-    found.append({"messages": dialogue("Why?", " \n\nBecause."), "id": "break"})
     empty = [{**SYSTEM, "content": ""}, *dialogue("Who?", "Me.")]
-    found.append({"messages": empty, "id": "empty"})
     line = dialogue("<image>A line?", "Yes.")
-    found.append({"messages": line, "images": ["small.jpg"], "id": "small"})
-    found += [{"messages": dialogue("No picture?", "None."), "id": f"text{i}"} for i in range(2)]
+    found += [
+        {"messages": untrained, "images": ["0.jpg"], "id": "untrained"},
+        {"messages": dialogue("Why?", " \n\nBecause."), "id": "break"},
+        {"messages": empty, "id": "empty"},
+        {"messages": line, "images": ["small.jpg"], "id": "small"},
+        *({"messages": dialogue("No picture?", "None."), "id": f"text{i}"} for i in range(2)),
+    ]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, found)))
     return root / "data.jsonl"

@@ -118,7 +118,8 @@ class DotProductAttention(torch.nn.Module):
         lengths = (boundaries,) * 2 + (int(params.max_seqlen_q),) * 2
         part = cut_row(replace(params, cp_group=self.group))
         if part is not None:
-            key, value = part.gather_keys(key, value)
+            with part.gather_keys(key, value) as gathered:
+                key, value = gathered
             lengths = part.cu_seqlens_q, part.cu_seqlens_kv, part.max_seqlen_q, part.max_seqlen_kv
         window = CAUSAL if self.is_causal else (-1, -1)
         return KERNELS["sdpa"](query, key, value, lengths, self.scale, window)

@@ -63,12 +63,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def packs_of(run: Run) -> list[tuple[str, list[str]]]:
     """(split, keys of the samples) of each pack, as the written tars say it."""
-    packs = []
-    for path in sorted(run.workspace.root.glob("*.tar")):
-        for name, data in members_of(path.parent, path.name).items():
-            if name.endswith(".json"):
-                packs.append((path.name.partition("-")[0], json.loads(data)["meta"]["keys"]))
-    return packs
+    return [
+        (path.name.partition("-")[0], json.loads(data)["meta"]["keys"])
+        for path in sorted(run.workspace.root.glob("*.tar"))
+        for name, data in members_of(path.parent, path.name).items()
+        if name.endswith(".json")
+    ]
 
 
 def samples_of(run: Run) -> list[tuple[str, SourceSample, list[bytes]]]:
@@ -92,14 +92,12 @@ def set_aside_in_plan(run: Run) -> list[dict[str, Any]]:
 
 def reopen(run: Run, stage: str = "measure") -> None:
     """Leave a stage as if the run had been killed before its receipt."""
-    packing = run.workspace.packing
-    cut: dict[str, Any] = {}
+    inputs = load_receipt(run.workspace.packing, stage).inputs
     if stage == "measure":
         size = run.config.engine.samples_per_part
-        cut = {"index.version": INDEX_VERSION, "engine.samples_per_part": size}
-    inputs = load_receipt(packing, stage).inputs
+        inputs |= {"index.version": INDEX_VERSION, "engine.samples_per_part": size}
     lose_receipt(run, stage)
-    Started({**inputs, **cut}).save(packing, stage)
+    Started(inputs).save(run.workspace.packing, stage)
 
 
 def lose_receipt(run: Run, stage: str = "measure") -> None:

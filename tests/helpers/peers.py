@@ -25,7 +25,6 @@ from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
-from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
@@ -35,7 +34,7 @@ from task_encoders.packs.pack import restore_pack
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.settings import PackingSettings, PackingSettingsError
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.datasets import mixed_pairs, packed_run
 from tests.helpers.packed_runs import make_config
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import packed_batch
@@ -56,20 +55,13 @@ def demo_folders(scratch: Path, num_samples: int = 400) -> dict[str, Path]:
     if all((folder / "manifest.json").is_file() for folder in found.values()):
         return found
     generate_demo_dataset(scratch / "data", num_samples=num_samples, progress=False)
+    pack, output = {"seq_length": SEQ_LENGTH}, {"split": {"train": 0.9, "val": 0.1}}
     for task, forms in SOURCES.items():
         source = [
             {"format": form, "path": str(scratch / "data" / path), "task": task}
             for form, path in forms
         ]
-        pack_all(
-            make_run(
-                source,
-                scratch / task,
-                model=dict(MODEL),
-                pack={"seq_length": SEQ_LENGTH},
-                output={"split": {"train": 0.9, "val": 0.1}},
-            )
-        )
+        packed_run(source, scratch / task, model=dict(MODEL), pack=pack, output=output)
     return {task: scratch / task for task in SOURCES}
 
 
@@ -100,11 +92,6 @@ def stored_samples(pack: RawPack) -> Iterator[tuple[SourceSample, list[bytes]]]:
         yield sample, [pack.media[name] for name in sample.media]
 
 
-def sub_samples(folder: PackedFolder, number: int) -> list[PackedRow]:
-    """The encoded samples of a pack."""
-    return split_row(folder.row(number).row)
-
-
 def small_checkpoint(family: str, folder: Path) -> Path:
     """A tiny model with weights that all count, with its tokenizer. `family`: with "_moe" after it,
     a mixture of experts."""
@@ -132,8 +119,7 @@ def pack_dialogues(
     if "resize" in FAMILIES[family].Options.model_fields:
         model |= {"resize": resize}
     source = {"format": "pairs", "path": str(pairs), "task": "bmr"}
-    run = make_run(source, root / "packed", model=model, pack={"seq_length": 512, **pack})
-    pack_all(run)
+    packed_run(source, root / "packed", model=model, pack={"seq_length": 512, **pack})
     return root / "packed"
 
 

@@ -1,10 +1,8 @@
 """Folders that are prepared for Energon: of packs in the layout people already have (`prompts`,
 `img0.jpg`, no `meta`), and of samples that are no packs."""
 
-import io
 import json
 import multiprocessing
-import tarfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from megatron.energon.flavors import BaseWebdatasetFactory
 
 from tests.helpers.datasets import WORDS, dialogue, image_bytes
+from tests.helpers.formats import tar_bytes, write_file
 from tests.helpers.texts_and_images import random_image
 
 DATASET_YAML = """\
@@ -51,12 +50,10 @@ def write_folder(
     (path / ".nv-meta").mkdir(parents=True)
     names = [f"shard_{i}.tar" for i in range(len(shards))]
     for name, packs in zip(names, shards, strict=True):
-        with tarfile.open(path / name, "w") as tar:
-            for key, members in packs.items():
-                for part, data in members.items():
-                    info = tarfile.TarInfo(f"{key}.{part}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+        parts = (
+            (f"{key}.{part}", data) for key, own in packs.items() for part, data in own.items()
+        )
+        write_file(path / name, tar_bytes(parts))
     with pytest.MonkeyPatch.context() as patch:
         # Its one worker is a thread here: to fork a process of gigabytes takes up to a second.
         patch.setattr(multiprocessing, "Process", threading.Thread)
@@ -81,10 +78,8 @@ def legacy_vqa_folder(path: Path, dataset_yaml: str = DATASET_YAML, packs: int =
 
 def text_folder(path: Path, num_packs: int, first: int = 0) -> Path:
     """Packs of one short text each; a pack's key says its place, from `first` on."""
-    record = {"images": [[]], "prompt": [["Say it."]], "captions": [["It."]]}
-    packs = {
-        f"{i:02d}": {"json": json.dumps(record).encode()} for i in range(first, first + num_packs)
-    }
+    record = json.dumps({"images": [[]], "prompt": [["Say it."]], "captions": [["It."]]}).encode()
+    packs = {f"{i:02d}": {"json": record} for i in range(first, first + num_packs)}
     return write_folder(path, [packs], DATASET_YAML)
 
 
@@ -112,19 +107,16 @@ def picture(rng: np.random.Generator) -> bytes:
     return image_bytes(width, height)
 
 
-def crude_record(rng: np.random.Generator, number: int) -> dict[str, bytes]:
-    """Members of a dialogue with no picture, one, or two."""
-    num_images = number % 3
-    names = [f"img{i}.jpg" for i in range(num_images)]
-    prompt = "<image>\n" * num_images + words(rng)
-    record = {"messages": dialogue(prompt, words(rng), words(rng), words(rng)), "images": names}
-    return {name: picture(rng) for name in names} | {"json": json.dumps(record).encode()}
-
-
 def crude_folder(path: Path, count: int, *, shards: int = 2, seed: int = 0) -> Path:
-    """Dialogues in a folder declared as CrudeWebdataset; their keys are numbers of five digits."""
-    rng = np.random.default_rng(seed)
-    members = {f"{number:05d}": crude_record(rng, number) for number in range(count)}
+    """Dialogues with no picture, one, or two, in a folder declared as CrudeWebdataset; keys are
+    numbers of five digits."""
+    rng, members = np.random.default_rng(seed), {}
+    for number in range(count):
+        names = [f"img{i}.jpg" for i in range(number % 3)]
+        prompt = "<image>\n" * len(names) + words(rng)
+        record = {"messages": dialogue(prompt, words(rng), words(rng), words(rng)), "images": names}
+        media = {name: picture(rng) for name in names}
+        members[f"{number:05d}"] = {**media, "json": json.dumps(record).encode()}
     return folder_of(path, members, CRUDE_YAML, shards=shards)
 
 

@@ -156,25 +156,21 @@ class TypedTokens:
         plain = json.dumps([messages, tools], ensure_ascii=False)
         hidden = self.pattern.sub(lambda m: f"\ue000{self.names.index(m[0])}\ue001", plain)
         messages, tools = json.loads(hidden)
+        options = {"tools": tools, "chat_template": template, "tokenize": False}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools, chat_template=template, tokenize=False
-                )
-            )
+            return str(self.tokenizer.apply_chat_template(messages, **options))
         except jinja2.TemplateError:
             return None
 
     def ids(self, text: str, media: Callable[[str], list[int]] = lambda name: []) -> list[int]:
         """The tokens of a text that `write` returned; `media`: those in the place of a medium."""
         ids: list[int] = []
+        plain = {"split_special_tokens": True, "add_special_tokens": False}
         for i, part in enumerate(self.pattern.split(text)):
             if i % 2:
                 ids += media(part) or [self.tokenizer.convert_tokens_to_ids(part)]
             elif part:
-                ids += self.tokenizer(
-                    self.shown(part), split_special_tokens=True, add_special_tokens=False
-                )["input_ids"]
+                ids += self.tokenizer(self.shown(part), **plain)["input_ids"]
         return ids
 
     def shown(self, text: str) -> str:
@@ -184,13 +180,9 @@ class TypedTokens:
     def labels(self, sample: SourceSample, messages: Any, tools: Any, marked: str) -> list[int]:
         """The assistant mask of transformers by a marked template, without the answers that carry
         no loss."""
-        found = self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=marked,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        options = {"tools": tools, "chat_template": marked, "return_dict": True}
+        options["return_assistant_tokens_mask"] = True
+        found = self.tokenizer.apply_chat_template(messages, **options)
         mask = np.append(0, found["assistant_masks"])
         turns = np.cumsum(np.diff(mask) == 1) - 1
         trained = np.array([turn.weight > 0 for turn in sample.turns])
@@ -282,17 +274,12 @@ def _turn(rng: np.random.Generator, i: int, special: Special, rich: bool, has_to
     return Turn(prompt, answer, role, before, thought, calls, bool(rng.random() < 0.9))
 
 
-def _names(special: Special) -> tuple[str, ...]:
-    if isinstance(special, tuple):
-        return special
-    return SPECIAL if special else ()
-
-
 def _text(rng: np.random.Generator, special: Special, *, images: bool = False) -> str:
     if rng.random() < 0.06:
         return ""
     text = random_text(rng, int(rng.integers(1, 8)), chinese=bool(rng.random() < 0.3)).strip()
-    pool = (*WORDS, *_names(special), *((IMAGE_PLACEHOLDER,) if images else ()))
+    names = special if isinstance(special, tuple) else SPECIAL if special else ()
+    pool = (*WORDS, *names, *((IMAGE_PLACEHOLDER,) if images else ()))
     for _ in range(int(rng.integers(0, 3)) if rng.random() < 0.5 else 0):
         at = int(rng.integers(len(text) + 1)) if IMAGE_PLACEHOLDER not in text else 0
         text = text[:at] + pool[rng.integers(len(pool))] + text[at:]
@@ -302,17 +289,11 @@ def _text(rng: np.random.Generator, special: Special, *, images: bool = False) -
 
 
 def random_tools(rng: np.random.Generator) -> str:
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": f"f_{i}",
-                "description": _text(rng, False),
-                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-            },
-        }
-        for i in range(rng.integers(1, 3))
-    ]
+    tools = []
+    for i in range(rng.integers(1, 3)):
+        own: dict[str, Any] = {"name": f"f_{i}", "description": _text(rng, False)}
+        own["parameters"] = {"type": "object", "properties": {"a": {"type": "string"}}}
+        tools.append({"type": "function", "function": own})
     return json.dumps(tools, ensure_ascii=False)
 
 

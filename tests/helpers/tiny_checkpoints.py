@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
 from launch.model.config import transformers_classes
@@ -202,18 +204,32 @@ def forward(
     return result
 
 
+def params_of(lengths: Sequence[int], **fields: Any) -> PackedSeqParams:
+    """Return the segments of a row without padding."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths))
+    return PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends, **(longest | fields))
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Take the gradients of a model, which has none afterwards."""
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
 def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
     """A sample alone, as anyone would give it to transformers, which finds its positions."""
     tokens = torch.from_numpy(sample.tokens)[None]
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-    if len(sample.image_grid_thw):
-        inputs["pixel_values"] = torch.from_numpy(sample.pixel_values)
-        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw).long()
-    if len(sample.video_grid_thw):
-        inputs["pixel_values_videos"] = torch.from_numpy(sample.pixel_values_videos)
-        inputs["video_grid_thw"] = torch.from_numpy(sample.video_grid_thw).long()
-    if len(sample.image_grid_thw) or len(sample.video_grid_thw):
-        inputs["mm_token_type_ids"] = token_types(tokens)
+    for pixels, grids in (
+        ("pixel_values", "image_grid_thw"),
+        ("pixel_values_videos", "video_grid_thw"),
+    ):
+        if len(getattr(sample, grids)):
+            inputs[pixels] = torch.from_numpy(getattr(sample, pixels))
+            inputs[grids] = torch.from_numpy(getattr(sample, grids)).long()
+            inputs["mm_token_type_ids"] = token_types(tokens)
     return inputs
 
 

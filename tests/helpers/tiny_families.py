@@ -179,7 +179,10 @@ def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = Fal
     if not experts:
         return randomise(transformers_classes(family).model(config))
     name, config_class, model = _MIXTURES[family]
-    text_config = {**config.text_config.to_dict(), **_EXPERTS, "model_type": f"{name}_text"}
+    # Recurrent layers round so much that a token near a tie would get another expert elsewhere.
+    per_token = {"num_experts_per_tok": 4} if FAMILIES[family].is_recurrent else {}
+    text_config = config.text_config.to_dict() | _EXPERTS | per_token
+    text_config["model_type"] = f"{name}_text"
     vision_config = {**config.vision_config.to_dict(), "model_type": f"{name}_vision"}
     sparse = config_class(text_config=text_config, vision_config=vision_config, **token_ids)
     return randomise(model(sparse))

@@ -26,9 +26,14 @@ from task_encoders.text.tokenizer import byte_level_alphabet
 from tests.helpers.texts_and_images import random_text
 
 
+def random_texts() -> list[str]:
+    """100 texts to train on."""
+    rng = np.random.default_rng(0)
+    return [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
+
+
 def byte_level_bpe(pattern: str, texts: list[str], normalizer: Any = None) -> Any:
     """Byte-level BPE of some hundred merges, trained on random texts and these."""
-    rng = np.random.default_rng(0)
     backend = Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -38,8 +43,7 @@ def byte_level_bpe(pattern: str, texts: list[str], normalizer: Any = None) -> An
     trainer = trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    random_texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator([*random_texts, *texts], trainer)
+    backend.train_from_iterator([*random_texts(), *texts], trainer)
     return backend
 
 
@@ -66,19 +70,15 @@ def save_with_template(tokenizer: Any, template: str | None, folder: Path) -> No
 
 def save_llama_tokenizer(folder: Path, *, legacy: bool = True) -> None:
     """Built like LLaMA's: spaces are ▁, with one in front of every text (not `legacy`: none)."""
-    rng = np.random.default_rng(0)
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), *spaces] if legacy else spaces
-    )
+    prepended = [normalizers.Prepend("▁")] if legacy else []
+    backend.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Replace("▁", " ")
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
     )
     texts = [DEFAULT_SYSTEM, "USER: What? ASSISTANT: It."]
-    texts += [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator([*texts, *random_texts()], trainer)
     backend.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
@@ -113,7 +113,6 @@ _GEMMA_FIRST = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 def gemma_tokenizer(*, joins_digits: bool = False) -> Any:
     """BPE with bytes, ▁ for spaces, and each digit a token of its own (or not: `joins_digits`)."""
-    rng = np.random.default_rng(0)
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     if not joins_digits:
@@ -126,14 +125,10 @@ def gemma_tokenizer(*, joins_digits: bool = False) -> Any:
         special_tokens=[*_GEMMA_FIRST, *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False,
     )
-    texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator(
-        [*texts, "system\nuser\nmodel\n0123456789: ", *["user\n00:00 "] * 50], trainer
-    )
+    texts = [*random_texts(), "system\nuser\nmodel\n0123456789: ", *["user\n00:00 "] * 50]
+    backend.train_from_iterator(texts, trainer)
     trained = json.loads(backend.to_str())
-    trained["added_tokens"] = trained["added_tokens"][
-        : len(_GEMMA_FIRST)
-    ]  # bytes are ordinary tokens
+    del trained["added_tokens"][len(_GEMMA_FIRST) :]  # bytes are ordinary tokens
     spec = Tokenizer.from_str(json.dumps(trained))
     spec.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     names = [*_GEMMA_FIRST, *_GEMMA_TOKENS.values(), "<|video|>"]

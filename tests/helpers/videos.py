@@ -15,7 +15,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.helpers.datasets import WORDS, dialogue, image_bytes, make_run, pack_all, write_json
+from tests.helpers.datasets import WORDS, dialogue, image_bytes, packed_run, write_json
 
 os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
 
@@ -94,21 +94,17 @@ def video_pairs(root: Path, count: int = 12) -> Path:
     for i in range(count):
         text = dialogue(f"What happens in number {i}?", f"A bar moves {i} steps to the right.")
         record: dict[str, Any] = {"messages": text}
-        stem = f"output_{i:08d}"
+        stem = f"{i:04d}" if i % 4 < 3 else f"output_{i:08d}"
         if i % 4 == 0:  # a video of the record's name
-            stem = f"{i:04d}"
-            suffix = ("mp4", "webm", "avi")[i // 4 % 3]
-            container = {"mp4": "mp4", "webm": "webm", "avi": "avi"}[suffix]
-            (root / f"{stem}.{suffix}").write_bytes(make_video(5 + 8 * i, container=container))
+            kind = ("mp4", "webm", "avi")[i // 4 % 3]
+            (root / f"{stem}.{kind}").write_bytes(make_video(5 + 8 * i, container=kind))
         elif i % 4 == 1:
-            stem = f"{i:04d}"
             record["images"], record["videos"] = [f"{i}_a.jpg"], [f"{i}_b.mp4", f"{i}_c.mov"]
             text[0]["content"] = "<video> or <image>? <video>"
             (root / f"{i}_a.jpg").write_bytes(image_bytes(70, 56))
             (root / f"{i}_b.mp4").write_bytes(make_video(4, width=80))
             (root / f"{i}_c.mov").write_bytes(make_video(3 + i, container="mov", rotation=90))
         elif i % 4 == 2:
-            stem = f"{i:04d}"
             (root / f"{stem}.jpg").write_bytes(image_bytes(56, 28 * (i % 5 + 2)))
         write_json(root / f"{stem}.json", record)
     return root
@@ -188,32 +184,24 @@ _CLIP_MEDIA: tuple[tuple[str | int, ...], ...] = (
 
 def video_packs(task: str, root: Path, **model: Any) -> Path:
     """Packs of a task: samples of a video, of several, of images, of both, and of text alone."""
+    (root / "source").mkdir(parents=True, exist_ok=True)
     for i, media in enumerate(_CLIP_MEDIA * 2):
         if task == "captioning" and not media:
             continue
-        names: dict[str, list[str]] = {"images": [], "videos": []}
+        texts = ["What moves?", f"A bar, {i} times.", "Where to?", "To the right."]
+        record: dict[str, Any] = {"messages": dialogue(*texts[: 2 if task == "vqa" else 4])}
+        if task == "captioning":
+            record = {"captions": [{"content": f"A bar moves {i} times."}]}
+        record |= {"images": [], "videos": []}
         for medium in media:
-            is_video = isinstance(medium, str)
-            name = f"{i}_{medium}.{'mp4' if is_video else 'jpg'}"
+            kind = "videos" if isinstance(medium, str) else "images"
             data = (
                 make_video(*CLIPS[medium]) if isinstance(medium, str) else image_bytes(medium, 60)
             )
-            (root / "source").mkdir(parents=True, exist_ok=True)
-            (root / "source" / name).write_bytes(data)
-            names["videos" if is_video else "images"].append(name)
-        write_json(root / f"source/{_clip_name(i, media)}.json", {**_clip_text(task, i), **names})
+            record[kind].append(f"{i}_{medium}.{'mp4' if kind == 'videos' else 'jpg'}")
+            (root / "source" / record[kind][-1]).write_bytes(data)
+        stem = f"sample{i}" if media else f"output_{i:08d}"
+        write_json(root / f"source/{stem}.json", record)
     source = {"format": "pairs", "path": str(root / "source"), "task": task}
-    run = make_run(source, root / "packed", model=VIDEO_MODEL | model, pack={"seq_length": 512})
-    pack_all(run)
+    packed_run(source, root / "packed", model=VIDEO_MODEL | model, pack={"seq_length": 512})
     return root / "packed"
-
-
-def _clip_name(i: int, media: Any) -> str:
-    return f"sample{i}" if media else f"output_{i:08d}"
-
-
-def _clip_text(task: str, i: int) -> dict[str, Any]:
-    if task == "captioning":
-        return {"captions": [{"content": f"A bar moves {i} times."}]}
-    texts = ["What moves?", f"A bar, {i} times.", "Where to?", "To the right."]
-    return {"messages": dialogue(*texts[: 2 if task == "vqa" else 4])}

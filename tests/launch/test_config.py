@@ -23,6 +23,7 @@ from offline_packing.errors import ConfigError, DiskFullError, StageError
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 EXAMPLES = ["pretrain_stage1.yaml", "pretrain_stage1_5.yaml", "sft.yaml"]
+STAGES = "data.path=[out/a, out/b]"
 MINIMAL = "data: {path: out/packed}\nbatch: {global_batch_size: 64}\noutput: {path: out/run}\n"
 
 
@@ -74,11 +75,19 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("model.family=qwen", "choose one of: qwen2_vl"),
         ("data.path.x=1", "data.path is 'out/packed', not a mapping"),
         ("data.path", "is not of the form a.b=value"),
+        ("data.cross_sample_attention=true; train.normalization=sample", "normalization=token"),
+        (f"{STAGES}; train.iterations=3", "take train.epochs passes each: leave out train.iter"),
+        (f"{STAGES}; data.repeat=false; train.epochs=2", "more than one pass set data.repeat=true"),
+        (f"{STAGES}; data.online.seq_length=64", "online packs while training, without stages"),
+        (f"{STAGES}; output.path=out/b", "output.path 'out/b' is data.path"),
+        ("data.path=[out/a, 5]", "['out/a', 5] is not a path or a list of paths"),
+        ("data.path=[]", "[] is not a path or"),
+        ("data.path=['s3:/out/a', out/b]", "'s3:/out/a' lacks a slash; write s3://"),
     ],
 )
 def test_a_bad_value_is_named_with_its_remedy(override: str, message: str, file: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(file, [override])
+        load_config(file, override.split("; "))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -107,11 +116,6 @@ def test_a_batch_size_of_the_command_replaces_the_files(
         return
     batch = load(file, given).batch
     assert (batch.global_batch_size, batch.global_batch_packs) == (samples, packs)
-
-
-def test_samples_without_boundaries_cannot_weigh_the_same(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.normalization=token"):
-        load_config(file, ["data.cross_sample_attention=true", "train.normalization=sample"])
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

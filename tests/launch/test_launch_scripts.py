@@ -9,27 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from transformers import (
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import Qwen3VLForConditionalGeneration
 
 from launch.config import load_config
 from launch.loop.metrics import read_metrics
 from launch.loop.setup import run
 from launch.start import lonely_nodes, main
 from launch.train import cli
-from tests.helpers.datasets import (
-    captioning_pairs,
-    make_run,
-    mixed_pairs,
-    pack_all,
-)
+from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.formats import write_file
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
 from tests.helpers.rank_processes import free_port
@@ -57,6 +51,12 @@ def environment(**own: str) -> dict[str, str]:
     return {**inherited, "PATH": path, "OMP_NUM_THREADS": "1", **own}
 
 
+OTHERS = {"CONFIG": "my.yaml", "MODULE": "launch.train_transformers", "NPROC_PER_NODE": "2"}
+OTHERS_WORDS = ["--nproc-per-node 2 ", "-m launch.train_transformers my.yaml a.b=c"]
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n0", "SHUTDOWN_TIMEOUT": "300"}
+NODES_WORDS = ["--nnodes 2 --node-rank 1 ", "--master-addr n0 ", "--shutdown-timeout 300 "]
+
+
 @pytest.mark.parametrize(
     ("script", "given", "task", "words"),
     [
@@ -67,18 +67,8 @@ def environment(**own: str) -> dict[str, str]:
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5"}, "110", ["pretrain_stage1_5.yaml", "/vqa a.b"]),
         ("pretrain_qwen2_vl.sh", {VQA: "1"}, "110", []),
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5", BMR: "1"}, "101", []),
-        (
-            "sft_qwen2_vl.sh",
-            {"CONFIG": "my.yaml", "MODULE": "launch.train_transformers", "NPROC_PER_NODE": "2"},
-            "101",
-            ["--nproc-per-node 2 ", "-m launch.train_transformers my.yaml a.b=c"],
-        ),
-        (
-            "sft_qwen2_vl.sh",
-            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n0", "SHUTDOWN_TIMEOUT": "300"},
-            "101",
-            ["--nnodes 2 --node-rank 1 ", "--master-addr n0 ", "--shutdown-timeout 300 "],
-        ),
+        ("sft_qwen2_vl.sh", OTHERS, "101", OTHERS_WORDS),
+        ("sft_qwen2_vl.sh", NODES, "101", NODES_WORDS),
         ("pack.sh", {"CONFIG": "my.yaml"}, None, ["offline-packing run my.yaml a.b=c"]),
         ("pack.sh", {}, None, ["offline-packing run demo_output/bmr.yaml a.b=c"]),
     ],
@@ -106,10 +96,9 @@ def test_scripts_set_variables_and_arguments(
 
 
 def test_an_unknown_stage_is_refused() -> None:
+    options: Any = {"env": environment(STAGE="3"), "capture_output": True, "text": True}
     script = ["bash", str(LAUNCH / "pretrain_qwen2_vl.sh")]
-    ran = subprocess.run(
-        script, env=environment(STAGE="3"), capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run(script, check=False, **options)
     assert ran.stderr == "STAGE=3 is not known; set it to 1 or 1.5\n"
     assert ran.returncode == 2
 
@@ -139,11 +128,6 @@ def bmr(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in BMR_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     torch.set_num_threads(1)
-
-
-def run_here(*overrides: str) -> bool:
-    """sft_qwen2_vl.sh in this process; whether it came to its end."""
-    return run(load_config(SFT, overrides)) == 0
 
 
 @pytest.mark.usefixtures("bmr")
@@ -215,20 +199,19 @@ def test_a_port_in_use_is_one_line(folder: Path, capfd: pytest.CaptureFixture[st
     )
 
 
+TRAIN, GIVE = ["-m", "launch.train", SFT], "give -m launch.train or -m launch.train_transformers"
+WRONG_TASK = {VQA: "1", BMR: "0"}
+
+
 @pytest.mark.parametrize(
     ("variables", "arguments", "status", "said"),
     [
-        ({}, ["-m", "launch.train", SFT, "data.pth=out/packed"], 2, "data.pth"),
-        ({}, ["-m", "launch.train", SFT, "data.path=nowhere"], 1, "nowhere is neither a packed"),
-        (
-            {VQA: "1", BMR: "0"},
-            ["-m", "launch.train", SFT, "data.path={folder}"],
-            1,
-            "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1",
-        ),
-        ({}, [], 2, "give -m launch.train or -m launch.train_transformers"),
-        ({}, ["-m"], 2, "give -m launch.train or -m launch.train_transformers"),
-        ({}, ["--nproc-per-node", "2", "-m", "launch.data"], 2, "give -m launch.train or"),
+        ({}, [*TRAIN, "data.pth=out/packed"], 2, "data.pth"),
+        ({}, [*TRAIN, "data.path=nowhere"], 1, "nowhere is neither a packed"),
+        (WRONG_TASK, [*TRAIN, "data.path={folder}"], 1, f"{PACKED}=1 {BMR}=1"),
+        ({}, [], 2, GIVE),
+        ({}, ["-m"], 2, GIVE),
+        ({}, ["--nproc-per-node", "2", "-m", "launch.data"], 2, GIVE),
     ],
 )
 @pytest.mark.usefixtures("bmr")
@@ -300,7 +283,8 @@ def test_a_family_without_a_built_in_processor_is_trained_and_exported(
     small = [one for one in SMALL if not one.startswith("model")]
     arguments = [f"data.path={tmp_path / 'packed'}", f"output.path={tmp_path / 'out'}", *small]
     caplog.set_level(logging.INFO)
-    assert run_here(*arguments, "model.family=qwen3_vl", "train.iterations=1")
+    config = load_config(SFT, [*arguments, "model.family=qwen3_vl", "train.iterations=1"])
+    assert run(config) == 0
     told, step = (caplog.text.index(text) for text in ("hf/ will have no tokenizer", "step 1/1"))
     assert told < step
     trained = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "hf")

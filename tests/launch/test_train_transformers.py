@@ -15,10 +15,7 @@ import torch
 from click.testing import CliRunner
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from launch.loop import setup
 from launch.loop.setup import run

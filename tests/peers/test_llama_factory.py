@@ -353,7 +353,7 @@ def test_every_demo_pack_is_what_its_packing_would_give(
     num_packs = num_samples = 0
     for split in ("train", "val"):
         packs = open_packs(demo[task], split)
-        vision = packs.task_encoder.encoder.vision
+        vision = packs.task_encoder.encoder.options
         processor = builtin_processor(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
         end, newline = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "Ċ"])
         own = OwnPacking(template, processor, model)

@@ -255,7 +255,7 @@ def test_packs_are_what_its_packing_would_give(family: str, case: Any, say: Say)
         make_template(model, processor, family, add_non_thinking_prefix=False) for _ in range(2)
     )
     dataset, packs = packs_of_plugin(plugged, str(checkpoint), packed), open_packs(packed)
-    vision = packs.task_encoder.encoder.vision
+    vision = packs.task_encoder.encoder.options
     limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
     for number, pack in enumerate(packs):
         own = [own_sample(template, *sample, limits) for sample in stored_samples(pack)]
@@ -302,7 +302,7 @@ def test_every_demo_pack_is_what_its_packing_would_give(
     num_packs = 0
     for split in ("train", "val"):
         packs = open_packs(demo[task], split)
-        vision = packs.task_encoder.encoder.vision
+        vision = packs.task_encoder.encoder.options
         limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
         plugged = make_template(model, processor, "qwen2_vl", **dialogue)
         dataset = packs_of_plugin(plugged, model.model_dir, demo[task], split)

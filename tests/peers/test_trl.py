@@ -120,7 +120,7 @@ def test_every_demo_pack_holds_what_its_collator_makes_of_the_samples(
     num_packs = num_samples = 0
     for split in ("train", "val"):
         packs = open_packs(demo[task], split)
-        vision = packs.task_encoder.encoder.vision
+        vision = packs.task_encoder.encoder.options
         processor = builtin_processor(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
         model, args = tiny_qwen2_vl(), SFTConfig(output_dir=str(tmp_path), **QUIET)
         trainer = PackedSFTTrainer(

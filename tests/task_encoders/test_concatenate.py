@@ -1,7 +1,6 @@
 """Rows and batches: shapes, boundaries and padding as the batch contract states them."""
 
 import pickle
-import types
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from task_encoders import buffers
 from task_encoders.concatenate import PackedRow, concatenate, merge_rows, split_row
+from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
 from task_encoders.model_inputs import (
     logical_cu_seqlens,
@@ -49,21 +49,9 @@ def row(*lengths: int, **options: Any) -> PackedRow:
     return concatenate(samples, pad_token_id=PAD, **options)
 
 
-def as_batch(packed: PackedRow) -> Any:
-    return types.SimpleNamespace(
-        is_padded=packed.is_padded,
-        tokens=packed.tokens[None],
-        labels=packed.labels[None],
-        loss_mask=packed.loss_weights[None],
-        position_ids=packed.position_ids[:, None],
-        attn_mask=packed.attn_mask[None],
-        cu_lengths=packed.cu_lengths[None],
-        imgs=packed.pixel_values,
-        image_grid_thw=packed.image_grid_thw,
-        pixel_values_videos=packed.pixel_values_videos,
-        video_grid_thw=packed.video_grid_thw,
-        image_layout=packed.image_layout,
-    )
+def as_batch(packed: PackedRow) -> PackedBatch:
+    keys: dict[str, Any] = {"__key__": "a", "__restore_key__": (), "sub_sample_keys": []}
+    return batch_rows([PackedRowSample(**keys, row=packed, dropped=[])])
 
 
 def test_the_documented_example() -> None:

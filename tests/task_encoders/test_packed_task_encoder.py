@@ -3,18 +3,17 @@ environment variables, and what contradicts the data."""
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron.energon import VQASample, WorkerConfig, get_loader, get_savable_loader
+from megatron.energon import VQASample, get_savable_loader
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import BATCH_TENSORS, CrudeRecord, MultiMixQASample, PackedBatch
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.model_inputs import normalise_pixels
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.unpacked import unpacked_sub_sample
@@ -22,6 +21,7 @@ from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import dialogue, image_bytes
+from tests.helpers.energon_batches import loading
 from tests.helpers.prepared_folders import (
     CAPTIONING_YAML,
     CRUDE_YAML,
@@ -50,17 +50,8 @@ def task_encoder(settings: PackingSettings | None = PACKED_VQA, **options: Any) 
     return PackedTaskEncoder(**{"seq_length": 2048, "settings": settings} | options)
 
 
-def batches(
-    path: Path, encoder: Any = None, *, num_workers: int = 0, micro_batch_size: int = 1
-) -> Iterator[PackedBatch]:
-    dataset = get_packed_train_dataset(
-        path,
-        encoder or task_encoder(),
-        micro_batch_size=micro_batch_size,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
-        repeat=False,
-    )
-    return iter(get_loader(dataset))
+def batches(path: Path, encoder: Any = None, **options: Any) -> Iterator[PackedBatch]:
+    return unpacked_batches(path, encoder or task_encoder(), **options)
 
 
 def test_a_batch_has_the_documented_shapes(folder: Path) -> None:
@@ -102,73 +93,51 @@ def test_the_layout_people_already_have_loads(dataset_yaml: str, tmp_path: Path)
 
 
 def test_one_sample_can_be_restored_by_its_key(folder: Path) -> None:
-    dataset = get_packed_train_dataset(
-        folder, task_encoder(), worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
-    )
-    loader = get_savable_loader(dataset)
-    third = list(itertools.islice(iter(loader), 3))[2]
-    again = loader.restore_sample(third.__restore_key__)
+    with loading(folder, task_encoder(), loader_of=get_savable_loader, repeat=True) as loader:
+        third = list(itertools.islice(iter(loader), 3))[2]
+        again = loader.restore_sample(third.__restore_key__)
     assert again.__key__ == third.__key__
     assert torch.equal(again.tokens, third.tokens)
 
 
 @pytest.mark.parametrize("where", ["subflavors", "meta"])
 def test_an_environment_that_contradicts_the_shards_stops(where: str, tmp_path: Path) -> None:
-    pack = vqa_pack(np.random.default_rng(0), "x", 2)
-    yaml = DATASET_YAML
-    if where == "meta":
-        record = json.loads(pack["json"])
-        record["meta"] = {"task": "vqa"}
-        pack["json"] = json.dumps(record).encode()
-    else:
-        yaml += "subflavors: {offline_packing: vqa}\n"
-    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], yaml)
+    yaml = "subflavors: {offline_packing: vqa}\n" * (where == "subflavors")
+    meta = {"meta": {"task": "vqa"}} if where == "meta" else {}
+    path = one_pack(tmp_path, lambda members, record: record.update(meta), DATASET_YAML + yaml)
     assert next(batches(path)).__key__ == ["ps_00000000"]
     with pytest.raises((PackingSettingsError, FatalSampleError), match=rf"set {PACKED}=1 {VQA}=1"):
         next(batches(path, task_encoder(PackingSettings(packed=True))))
 
 
+def one_pack(folder: Path, change: Callable[[Any, Any], object], yaml: str = DATASET_YAML) -> Path:
+    """A folder of a pack of three questions; `change` its members, or its JSON."""
+    members: dict[str, bytes] = vqa_pack(np.random.default_rng(0), "x", 3)
+    record = json.loads(members["json"])
+    change(members, record)
+    members["json"] = json.dumps(record).encode()
+    return write_folder(folder / "packs", [{"ps_00000000": members}], yaml)
+
+
 def test_vqa_packs_that_lost_their_prompts_stop(tmp_path: Path) -> None:
-    pack = vqa_pack(np.random.default_rng(0), "x", 3)
-    pack["json"] = json.dumps({**json.loads(pack["json"]), "prompts": []}).encode()
-    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], DATASET_YAML)
+    path = one_pack(tmp_path, lambda members, record: record.update(prompts=[]))
     with pytest.raises(FatalSampleError, match=r"3 of 3 sub-samples have no prompt under task vqa"):
         next(batches(path))
 
 
-def sub_sample_faults() -> dict[str, Any]:
-    def drop_image(pack: dict[str, bytes], record: dict[str, Any]) -> None:
-        del pack["img1.jpg"]
-
-    def truncate_image(pack: dict[str, bytes], record: dict[str, Any]) -> None:
-        pack["img1.jpg"] = pack["img1.jpg"][:-100]
-
-    def empty_answer(pack: dict[str, bytes], record: dict[str, Any]) -> None:
-        record["captions"][1] = "  "
-
-    def two_placeholders(pack: dict[str, bytes], record: dict[str, Any]) -> None:
-        record["prompts"][1] = "<image><image>"
-
-    def too_long(pack: dict[str, bytes], record: dict[str, Any]) -> None:
-        record["captions"][1] = "word " * 3_000
-
-    return {
-        "missing_image": drop_image,
-        "truncated_image": truncate_image,
-        "empty_answer": empty_answer,
-        "image_count_mismatch": two_placeholders,
-        "overlong": too_long,
-    }
+#: What becomes of the second sub-sample, by the reason.
+FAULTS: dict[str, Callable[[Any, Any], object]] = {
+    "missing_image": lambda members, _: members.pop("img1.jpg"),
+    "truncated_image": lambda members, _: members.update({"img1.jpg": members["img1.jpg"][:-100]}),
+    "empty_answer": lambda _, record: record["captions"].__setitem__(1, "  "),
+    "image_count_mismatch": lambda _, record: record["prompts"].__setitem__(1, "<image><image>"),
+    "overlong": lambda _, record: record["captions"].__setitem__(1, "word " * 3_000),
+}
 
 
-@pytest.mark.parametrize("reason", sub_sample_faults())
+@pytest.mark.parametrize("reason", FAULTS)
 def test_a_bad_sub_sample_is_dropped_and_its_pack_goes_on(reason: str, tmp_path: Path) -> None:
-    pack = vqa_pack(np.random.default_rng(0), "x", 3)
-    record = json.loads(pack["json"])
-    sub_sample_faults()[reason](pack, record)
-    pack["json"] = json.dumps(record).encode()
-    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], DATASET_YAML)
-    batch = next(batches(path))
+    batch = next(batches(one_pack(tmp_path, FAULTS[reason])))
     assert batch.sub_sample_keys == ["ps_00000000/0", "ps_00000000/2"]
     assert len(batch.dropped) == 1
     assert batch.dropped[0].startswith(f"ps_00000000/1: {reason}")
@@ -176,21 +145,18 @@ def test_a_bad_sub_sample_is_dropped_and_its_pack_goes_on(reason: str, tmp_path:
 
 
 def test_lengths_that_differ_from_the_measured_ones_stop(tmp_path: Path) -> None:
-    pack = vqa_pack(np.random.default_rng(0), "x", 1)
-    record = json.loads(pack["json"])
-    record["meta"] = {"task": "vqa", "keys": ["x"], "num_tokens": [7]}
-    pack["json"] = json.dumps(record).encode()
-    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], DATASET_YAML)
+    meta = {"task": "vqa", "keys": ["x", "y", "z"], "num_tokens": [7] * 3}
+    path = one_pack(tmp_path, lambda members, record: record.update(meta=meta))
     with pytest.raises(FatalSampleError, match="measured with 7"):
         next(batches(path))
     unchecked = next(batches(path, task_encoder(check_lengths=False)))
-    assert unchecked.sub_sample_keys == ["x"]
+    assert unchecked.sub_sample_keys == ["x", "y", "z"]
 
 
 def test_pixels_sent_as_bytes_become_the_same_values(folder: Path) -> None:
     """They come through shared memory from a worker process, as a trainer's do."""
     sent = (
-        batches(folder, task_encoder(pixel_transport=transport), num_workers=1, micro_batch_size=2)
+        batches(folder, task_encoder(pixel_transport=transport), workers=1, micro_batch_size=2)
         for transport in ("float32", "uint8")
     )
     for values, as_bytes in zip(*sent, strict=True):
@@ -230,18 +196,17 @@ SEQ_LENGTH = 512
 UNPACKED = PackingSettings(packed=False)
 
 
-def unpacked_encoder(settings: PackingSettings = UNPACKED, **options: Any) -> PackedTaskEncoder:
-    defaults: dict[str, Any] = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64}
-    return PackedTaskEncoder(settings=settings, **(defaults | options))
-
-
-def unpacked_batches(path: Path, encoder: Any = None, **options: Any) -> Iterator[PackedBatch]:
-    defaults: dict[str, Any] = {"repeat": False}
-    config = WorkerConfig(rank=0, world_size=1, num_workers=options.pop("num_workers", 0))
-    dataset = get_packed_train_dataset(
-        path, encoder or unpacked_encoder(), worker_config=config, **(defaults | options)
+def unpacked_encoder(settings: PackingSettings = UNPACKED, **options: Any) -> Any:
+    return task_encoder(
+        settings, **{"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64} | options
     )
-    return iter(get_packed_loader(dataset))
+
+
+def unpacked_batches(
+    path: Path, encoder: Any = None, workers: int = 0, **options: Any
+) -> Iterator[PackedBatch]:
+    with loading(path, encoder or unpacked_encoder(), workers, **options) as loader:
+        yield from loader
 
 
 def assert_row_is(batch: PackedBatch, expected: EncodedSample) -> None:
@@ -302,9 +267,7 @@ def test_a_sample_of_energons_types_is_a_row_of_its_own(name: str, tmp_path: Pat
     images = [members["jpg"]] if sample.images else []
     for workers in (0, 1) if name == "crude" else (0,):
         folder = tmp_path / f"{workers}"
-        (batch,) = unpacked_batches(
-            folder_of(folder, {"s": members}, yaml), encoder, num_workers=workers
-        )
+        (batch,) = unpacked_batches(folder_of(folder, {"s": members}, yaml), encoder, workers)
         assert batch.__key__ == ["s"]
         assert_row_is(batch, encoder.encoder.encode(sample, images))
 
@@ -394,7 +357,7 @@ def test_bad_samples_are_listed_in_the_next_row(num_workers: int, tmp_path: Path
     bad = bad_members()
     keyed = {f"bad{i}": members for i, members in enumerate(bad.values())}
     folder = folder_of(tmp_path / "crude", {"a": good, **keyed, "z": good}, CRUDE_YAML)
-    first, last = unpacked_batches(folder, num_workers=num_workers)
+    first, last = unpacked_batches(folder, workers=num_workers)
     assert (first.__key__, first.dropped) == (["a"], [])
     assert last.__key__ == ["z"]
     said = [line.split(": ")[:2] for line in last.dropped]

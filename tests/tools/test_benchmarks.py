@@ -65,10 +65,8 @@ def test_a_measured_index_is_a_distribution(tmp_path: Path) -> None:
 def test_ms_swift_carries_its_last_pack_over() -> None:
     """Three samples fill a pack: 1,000 leave one over, which the next window takes in."""
     pytest.importorskip("binpacking")
-    function = (
-        benchmark("planner_peers").PEERS["ms-swift (windows of 1,000, last pack carried)"].function
-    )
-    packs = function([300] * 2000, 1000)
+    peer = benchmark("planner_peers").PEERS["ms-swift (windows of 1,000, last pack carried)"]
+    packs = peer.function([300] * 2000, 1000)
     assert sorted(index for pack in packs for index in pack) == list(range(2000))
     assert len(packs) == 667  # windows by themselves make 668
 
@@ -115,18 +113,13 @@ def test_mutants_are_programs_with_one_line_changed() -> None:
         ast.parse(changed)
         lines = zip(source.splitlines(), changed.splitlines(), strict=True)
         assert [i for i, (a, b) in enumerate(lines, 1) if a != b] == [mutant.line]
-    found = {m.apply(TEXT) for m in mutate.mutants_of("f.py", TEXT)}
-    assert found == {"'a < b'; c <= d\n"}
-
-
-TEXT = "'a < b'; c < d\n"
+    text = "'a < b'; c < d\n"
+    assert {m.apply(text) for m in mutate.mutants_of("f.py", text)} == {"'a < b'; c <= d\n"}
 
 
 def test_files_know_an_idea_by_names_and_texts_but_not_docstrings() -> None:
     words = set(ideas.words_in(ast.parse("'''traits'''\ndef f(a, *, b): return a.c['d']\n")))
     assert {"f", "a", "b", "c", "d"} <= words
     assert "traits" not in words
-    assert ideas.files_that_know(("slots of ranks", "traits")) == {
-        "slots of ranks": [],
-        "traits": [],
-    }
+    gone = ("slots of ranks", "traits")
+    assert ideas.files_that_know(gone) == {name: [] for name in gone}

@@ -40,9 +40,8 @@ def test_copies(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = tmp_path / "pairs"
     assert main(["jsonl", str(questions), str(out), "--form", "copies"]) == 0
     stems = ["a", "a_1", "a_2", "b"]
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        [*(f"{stem}{suffix}" for stem in stems for suffix in (".jpg", ".json")), "text.json"]
-    )
+    names = {f"{stem}{suffix}" for stem in stems for suffix in (".jpg", ".json")}
+    assert {path.name for path in out.iterdir()} == names | {"text.json"}
     assert texts(out / "a_1.json") == ["<image>\nWhich colour?", "Red."]
     origin = tmp_path / "images" / "a.jpg"
     before = origin.read_bytes()
@@ -87,9 +86,8 @@ def test_dialogues_of_a_number_of_tokens(questions: Path, tmp_path: Path) -> Non
 
 def test_what_stays_apart(tmp_path: Path) -> None:
     """Other pictures of the same size, other system messages, thoughts, and what asks nothing."""
-    picture = bytearray(image_bytes(200, 200, "PNG"))
-    write_file(tmp_path / "a.png", bytes(picture))
-    write_file(tmp_path / "same.png", bytes(picture))
+    for name in ("a.png", "same.png"):
+        write_file(tmp_path / name, image_bytes(200, 200, "PNG"))
     asked = dialogue("<image>What?", "A.")
     records = [
         {"image": "a.png", "messages": asked},

@@ -50,9 +50,9 @@ from PIL import Image, PngImagePlugin
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index.measured import HASHED_BYTES
-from offline_packing.measure import measure as stage
+from offline_packing.measure.measure import Measure
 from offline_packing.measure.measure_part import MeasureTask, measure_part
-from offline_packing.runs.run import Run, open_encoder, open_sources
+from offline_packing.runs.run import Run, open_encoder
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media.image import read_image_header
 from task_encoders.text.tokenizer import load_tokenizer
@@ -132,8 +132,7 @@ def tasks_of(source: dict[str, str], out: Path) -> Sequence[MeasureTask]:
     run = Run(parse_config(content), LocalEngine(0))
     for folder in (run.workspace.index, run.workspace.set_aside):
         folder.mkdir(parents=True)
-    sources = open_sources(run.config)
-    return stage._tasks(run, sources, [source.scan(NUM_FIRST) for source in sources])
+    return [task.work for task in Measure(run).tasks()]
 
 
 def seconds(function: Callable[[], object]) -> float:

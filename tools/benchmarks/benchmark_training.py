@@ -240,7 +240,7 @@ def count_step(batch: PackedBatch, cost: ModelCost) -> dict[str, float]:
         "samples": len(batch.sub_sample_keys),
         "tokens": int((~batch.attn_mask).sum()),
         "positions": batch.tokens.shape[1],
-        "flops": TRAINING * float(row_flops(cost, batch).sum()),
+        "flops": TRAINING * float(row_flops(cost, batch)),
     }
 
 

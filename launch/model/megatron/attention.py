@@ -1,7 +1,7 @@
 """megatron-core's `core_attention` for packed rows, also of trees, and of rows that ranks share."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from launch.model.megatron.context_parallel import RowPart
 from launch.model.packed_attention import CAUSAL, KERNELS
-from launch.model.prefix_trees import RowTrees
+from launch.model.prefix_trees import RowTrees, layout_of
 
 
 class PackedCoreAttention(torch.nn.Module):
     """Attention inside segments; `backend`, a name in KERNELS, comes through the layer spec.
 
-    Boundaries are those of the row's layout, padding included: padding follows the tokens of its
-    own segment, where a causal token never looks.
+    Boundaries are the row layout's, padding included: padding follows the tokens of its own
+    segment, so that no causal token sees it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PackedCoreAttention(torch.nn.Module):
 
         Args:
             query: (S, 1, H, D).
-            key, value: the same with G groups for H heads.
+            key, value: (S, 1, G, D), G groups for H heads.
             packed_seq_params: required; without boundaries samples would attend to each other.
 
         Returns:
@@ -66,14 +66,10 @@ class PackedCoreAttention(torch.nn.Module):
         if params is None:
             raise ValueError("packed attention needs packed_seq_params; see to_packed_seq_params")
         query, key, value = (t.squeeze(1) for t in (query, key, value))
-        keys: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
-        if isinstance(params, RowPart):  # its tokens attend to the keys of all ranks
-            keys = nullcontext(params.gather_keys(key, value))
-        elif isinstance(params, RowTrees):
-            keys = params.gather_keys(key, value)
-        own, seen = params.cu_seqlens_q, params.cu_seqlens_kv
-        if params.cu_seqlens_q_padded is not None:
-            own, seen = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
+        own = seen = layout_of(params)
+        keys: Any = nullcontext((key, value))
+        if isinstance(params, RowPart | RowTrees):  # tokens also attend to other segments' keys
+            seen, keys = params.cu_seqlens_kv, params.gather_keys(key, value)
         lengths = own, seen, params.max_seqlen_q, params.max_seqlen_kv
         with keys as (key, value):
             out = KERNELS[self.backend](query, key, value, lengths, self.scale, CAUSAL)

@@ -1,6 +1,6 @@
-"""One row over the ranks of a context parallel group; each rank holds a part of its tokens.
+"""One row split over the ranks of a context parallel group; each rank holds a part of its tokens.
 
-Every segment is cut into 2·n chunks for n ranks, of which rank r holds r and 2n - 1 - r ("zigzag",
+Every segment is cut into 2·n chunks for n ranks. Rank r holds chunks r and 2n - 1 - r ("zigzag",
 as in Megatron-LM), so that causal attention takes all ranks equally long:
 
     n = 2, segments     [a a a a|b b b b b b b b]
@@ -15,20 +15,22 @@ The group is an argument of the row (`PackedSeqParams.cp_group`): rows may diffe
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from launch.model.prefix_trees import boundaries_of, ranges
+from launch.model.prefix_trees import boundaries_of, layout_of, ranges
 
 
 @dataclasses.dataclass
 class RowPart(PackedSeqParams):
     """One rank's part of a row of S tokens on n ranks: boundaries of its 2·P chunks
-    (`cu_seqlens_q`), and of the keys that these attend to (`cu_seqlens_kv`)."""
+    (`cu_seqlens_q`), and of the keys that these chunks attend to (`cu_seqlens_kv`)."""
 
     #: (S / n,) places in the row of the tokens held here, ascending
     own: torch.Tensor = dataclasses.field(kw_only=True)
@@ -37,18 +39,19 @@ class RowPart(PackedSeqParams):
     #: (cu_seqlens_kv[-1],) places of the keys in the ranks' parts, one after another
     keys: torch.Tensor = dataclasses.field(kw_only=True)
 
+    @contextmanager
     def gather_keys(
         self, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (S / n, G, D) of all ranks, in the order of `cu_seqlens_kv`."""
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Gather keys and values (S / n, G, D) of all ranks, in the order of `cu_seqlens_kv`."""
         both = _Gather.apply(torch.stack([key, value], dim=1), self.cp_group)
         key, value = both[self.keys].unbind(dim=1)
-        return key, value
+        yield key, value
 
 
 def cut_row(params: PackedSeqParams) -> RowPart | None:
-    """This rank's part of the row that `params` describe; None: it holds the whole row. Raises
-    ValueError, see `part_of_rank`."""
+    """Return this rank's part of the row that `params` describe; None: the rank holds the whole
+    row. Raises ValueError, see `part_of_rank`."""
     group = params.cp_group
     if group is None or distributed.get_world_size(group) == 1:
         return None
@@ -57,12 +60,8 @@ def cut_row(params: PackedSeqParams) -> RowPart | None:
 
 def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
     """Return the part of a row that `rank` of `size` ranks holds, and the keys that it attends to.
-
-    Raises:
-        ValueError: a segment cannot be cut into equal chunks.
-    """
-    padded = params.cu_seqlens_q_padded
-    boundaries = (params.cu_seqlens_q if padded is None else padded).long()
+    Raises ValueError if a segment cannot be cut into equal chunks."""
+    boundaries = layout_of(params).long()
     lengths = boundaries.diff()
     if (lengths % (2 * size)).any():
         raise ValueError(
@@ -94,7 +93,7 @@ def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
 
 
 class _Gather(torch.autograd.Function):
-    """(m, …) of each rank -> (n·m, …); every rank's gradients are added up."""
+    """Gathering of (m, …) of each rank to (n·m, …); every rank's gradients are added up."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
@@ -111,49 +110,15 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows sent to each rank, and received from each; gradients go the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        group: distributed.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.way = send, receive, group
-        return _all_to_all(rows, send, receive, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        send, receive, group = ctx.way
-        return _all_to_all(gradient, receive, send, group), None, None, None
-
-
-def _all_to_all(
-    rows: torch.Tensor,
-    send: Sequence[int],
-    receive: Sequence[int],
-    group: distributed.ProcessGroup,
-) -> torch.Tensor:
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    distributed.all_to_all_single(
-        received, rows.contiguous(), list(receive), list(send), group=group
-    )
-    return received
-
-
 def hand_over(
     features: torch.Tensor, bounds: Sequence[int], receivers: torch.Tensor, part: RowPart
 ) -> torch.Tensor:
-    """The features of this rank's tokens, in order, from the ranks that computed them. A
-    collective.
+    """Exchange features, and return those of this rank's tokens, in order. A collective.
 
     Args:
-        features: numbers bounds[rank] to bounds[rank + 1], computed here.
-        bounds: (n + 1,) of the features of each rank, N in all.
-        receivers: (N,) the rank that needs each.
+        features: numbers bounds[rank] to bounds[rank + 1], computed on this rank.
+        bounds: (n + 1,) boundaries of the features of each rank, N in all.
+        receivers: (N,) the rank that needs each feature.
     """
     size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)
     sizes = torch.tensor(bounds, device=receivers.device).diff()
@@ -161,7 +126,5 @@ def hand_over(
     table = torch.bincount(senders * size + receivers, minlength=size * size).view(size, size)
     sent = table.tolist()
     order = receivers[bounds[rank] : bounds[rank + 1]].argsort(stable=True)
-    exchanged: torch.Tensor = _Exchange.apply(
-        features[order], sent[rank], [row[rank] for row in sent], part.cp_group
-    )
-    return exchanged
+    received = [row[rank] for row in sent]
+    return all_to_all_single_autograd(features[order], received, sent[rank], part.cp_group)

@@ -5,13 +5,13 @@ tokens  ─▶ embedding ───────────────┴▶ dec
 
 In Qwen3-VL, features from inner layers of the tower are added to the outputs of the decoder's first
 layers (DeepStack). Rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1) are
-computed here: megatron-core's own module for them needs a CUDA device.
+computed here: megatron-core's own module needs a CUDA device.
 """
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -47,12 +47,10 @@ from launch.model.megatron.weights import (
 )
 from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import token_losses
+from launch.model.prefix_trees import layout_of
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
-
-#: Makes the layers' config for another loop of the one for ours.
-LayersConfig = Callable[[TransformerConfig], TransformerConfig]
 
 
 class RecomputedTransformerLayer(TransformerLayer):
@@ -63,7 +61,7 @@ class RecomputedTransformerLayer(TransformerLayer):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Same as TransformerLayer's."""
+        """Compute the layer, as TransformerLayer does."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         return checkpoint(
@@ -71,19 +69,9 @@ class RecomputedTransformerLayer(TransformerLayer):
         )
 
 
-def _fusions(*, fused: bool) -> dict[str, bool]:
-    """Fields of megatron-core's config. Where attention, norms and the sum of gradients are not
-    megatron-core's, it has none to fuse."""
-    return {
-        # A kernel of TransformerEngine. Rows are not "thd" for it, see `forward`: it would restart
-        # the angles in every segment.
-        "apply_rope_fusion": fused and is_importable("transformer_engine"),
-        "bias_activation_fusion": fused,  # compiled by torch
-        "bias_dropout_fusion": fused,  # the same
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-    }
+#: Fields of megatron-core's config: fusions that are possible. Attention, norms and the sum of
+#: gradients are not megatron-core's here, which therefore has none of their fusions.
+_FUSIONS: Final = ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
 
 
 def transformer_config(
@@ -95,7 +83,7 @@ def transformer_config(
     device: torch.device,
     fused: bool = False,
 ) -> TransformerConfig:
-    """megatron-core's config of a text model with these tensors; `fused` needs CUDA."""
+    """Make megatron-core's config of a text model with these tensors; `fused` needs CUDA."""
     return TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
@@ -117,7 +105,14 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # weights are loaded, see weights.py
-        **_fusions(fused=fused),
+        # A kernel of TransformerEngine. Rows are not "thd" for it, see `forward`: it would restart
+        # the angles in every segment.
+        apply_rope_fusion=fused and is_importable("transformer_engine"),
+        bias_activation_fusion=fused,  # compiled by torch
+        bias_dropout_fusion=fused,  # compiled by torch
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
     )
 
 
@@ -167,23 +162,19 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
 def rope_base(
     rope: Mapping[str, Any], params: PackedSeqParams, *, max_positions: int, head_dim: int
 ) -> float | torch.Tensor:
-    """The base of rotary angles: rope_theta, or one per token where rope_type is 'dynamic'
-    (NTK-aware scaling, transformers' formula): it grows with a sample's own length beyond
-    `max_positions` tokens.
+    """Compute the base of rotary angles: rope_theta, or if rope_type is 'dynamic' a base per token,
+    (S,) float32, which grows with a sample's own length beyond `max_positions` tokens (NTK-aware
+    scaling, transformers' formula).
 
     Args:
         rope: rope_parameters of the text model.
         params: the samples in a row of S tokens.
         max_positions: the text model's max_position_embeddings.
-
-    Returns:
-        A number, or (S,) float32.
     """
     theta = float(rope["rope_theta"])
     if rope["rope_type"] != "dynamic":
         return theta
-    padded = params.cu_seqlens_q_padded
-    places = (params.cu_seqlens_q if padded is None else padded).diff()
+    places = layout_of(params).diff()
     lengths = params.cu_seqlens_q.diff().clamp(min=max_positions).float()
     factor = rope["factor"]
     grown = (factor * lengths / max_positions - (factor - 1)) ** (head_dim / (head_dim - 2))
@@ -198,7 +189,7 @@ def rope_frequencies(
     sections: Sequence[int] = (),
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rotation angles of every position, as megatron-core's attention takes them.
+    """Compute the rotation angles of every position, as megatron-core's attention takes them.
 
     The head_dim / 2 frequencies are divided into `sections`: the first follow the temporal
     position, then height, then width, and so on in turn. Qwen3-VL assigns them one by one
@@ -206,11 +197,11 @@ def rope_frequencies(
     temporal.
 
     Args:
-        position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), tokens counted,
-            which all frequencies follow.
+        position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), the number of the
+            token, which all frequencies follow.
         head_dim: channels of one attention head.
         base: see `rope_base`.
-        sections: frequencies per section, head_dim / 2 in all; none of (1, 1, S).
+        sections: frequencies per section, head_dim / 2 in all; empty for (1, 1, S).
 
     Returns:
         (S, 1, 1, head_dim) float32.
@@ -244,9 +235,9 @@ class PackedMegatronModel(MegatronModule):
         self.checkpoint: Path | None = None
         self.language_model = language_model
         self.visual = visual
-        text_config = hf_config.text_config
-        sizes = text_config.to_dict(), hf_config.vision_config.to_dict()
-        self.cost = cost_of_sizes("", *sizes)
+        self.cost = cost_of_sizes(
+            "", hf_config.text_config.to_dict(), hf_config.vision_config.to_dict()
+        )
         #: (S, 1, H) of the current row, for each of the first layers not yet run
         self._deep_features: list[torch.Tensor] = []
         deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()
@@ -261,8 +252,8 @@ class PackedMegatronModel(MegatronModule):
     def forward(
         self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the losses of a row, or its logits (1, S / CP, vocab_size / TP): of this rank's
-        tokens and words. Ranks of the `cp_group` in the segments compute a part of the row each."""
+        """Compute the losses of a row, or its logits (1, S / CP, vocab_size / TP) for this rank's
+        tokens and words. Ranks of the segments' `cp_group` compute a part of the row each."""
         part = cut_row(segments)
         own = part.own if part else slice(None)
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
@@ -312,7 +303,7 @@ class PackedMegatronModel(MegatronModule):
         layer, core = self.language_model.decoder.layers[0], self.language_model.config
         attention = layer.self_attention.core_attention.backend
         weight = layer.mlp.linear_fc1.weight
-        fused = [name for name in _fusions(fused=True) if getattr(core, name)]
+        fused = [name for name in _FUSIONS if getattr(core, name)]
         return (
             f"attention {attention}; in the vision tower "
             f"{select_backend(weight.device, weight.dtype)}; {', '.join(fused) or 'no fusions'}"
@@ -330,7 +321,7 @@ class PackedMegatronModel(MegatronModule):
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """A hook after each of the first layers."""
+        """Add the next deep features to a layer's outputs. A hook of the first layers."""
         if not self._deep_features:
             return outputs
         hidden, context = outputs
@@ -339,13 +330,13 @@ class PackedMegatronModel(MegatronModule):
     def _embed(
         self, row: PackedBatch, part: RowPart | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Embed this rank's tokens, (S, 1, H), with features in the places of media tokens; and
-        features added there after the first layers."""
+        """Embed this rank's tokens, (S, 1, H), with features in the places of media tokens. Returns
+        the embeddings, and the features that are added there after the first layers."""
         tokens = row.tokens
         own = tokens if part is None else tokens[:, part.own]
         embeddings = self.language_model.embedding(input_ids=own, position_ids=None)
         config = self.hf_config
-        video_token_id = getattr(config, "video_token_id", -1)  # of none where frames are images
+        video_token_id = getattr(config, "video_token_id", -1)  # none if frames are images
         media = (
             ("image", config.image_token_id, row.imgs, row.image_grid_thw),
             ("video", video_token_id, row.pixel_values_videos, row.video_grid_thw),
@@ -374,7 +365,7 @@ class PackedMegatronModel(MegatronModule):
 def _put_features(
     embeddings: torch.Tensor, tokens: torch.Tensor, token_ids: Sequence[int], features: torch.Tensor
 ) -> torch.Tensor:
-    """Put features in the places of their tokens: of the first id, then of the next."""
+    """Put features in the places of their tokens: those of the first id, then of the next."""
     masks = [tokens[0] == token_id for token_id in token_ids]
     parts = features.split([int(mask.sum()) for mask in masks])
     for mask, part in zip(masks, parts, strict=True):
@@ -383,12 +374,12 @@ def _put_features(
 
 
 def model_outline(config: ModelConfig) -> Any:
-    """transformers' model with shapes, but without weights. Raises ValueError: the checkpoint or
-    the sizes cannot be used."""
+    """Make transformers' model with shapes, but without weights. Raises ValueError if the
+    checkpoint or the sizes cannot be used."""
     hf_config, classes = config.build_transformers_config(), transformers_classes(config.family)
     if not isinstance(hf_config, classes.config):
         raise ValueError(
-            f"a {hf_config.model_type} model is not built of megatron-core's layers here; use "
+            f"a {hf_config.model_type} model is not built from megatron-core's layers here; use "
             "python -m launch.train_transformers"
         )
     with torch.device("meta"):
@@ -401,7 +392,7 @@ def build_model(
     device: torch.device,
     seed: int = 0,
     shares_rows: bool = False,
-    layers_config: LayersConfig | None = None,
+    layers_config: Callable[[TransformerConfig], TransformerConfig] | None = None,
 ) -> PackedMegatronModel:
     """Build the model of this rank: its share of the language model, and the whole vision tower.
 
@@ -409,9 +400,9 @@ def build_model(
     ranks and do not depend on tensor parallelism.
 
     Args:
-        seed: of random weights.
-        shares_rows: rows go over several ranks.
-        layers_config: makes the layers' config of the checkpoint's, for Megatron-LM's loop; without
+        seed: the seed of random weights.
+        shares_rows: rows are split over several ranks.
+        layers_config: changes the checkpoint's config of the layers for Megatron-LM's loop; without
             it they are for the loop of `launch.train`.
 
     Raises:
@@ -419,8 +410,8 @@ def build_model(
     """
     if shares_rows and FAMILIES[config.family].build.IMAGE_LAYOUT != "patches":
         raise ValueError(
-            f"rows of {config.family} cannot go over several ranks; set parallel.context=1, and "
-            "pack for one rank each"
+            f"rows of {config.family} cannot be split over several ranks; set parallel.context=1, "
+            "and pack for one rank each"
         )
     outline = model_outline(config)
     hf_config, dtype = outline.config, config.resolve_dtype(device)
@@ -442,8 +433,8 @@ def build_model(
     )
     language_model = GPTModel(
         core_config,
-        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
-        # installed without TransformerEngine, which cannot be an RMSNorm.
+        # The last norm is chosen here, as the layers' norms are: if Apex is installed without
+        # TransformerEngine, core would take Apex's, which cannot be an RMSNorm.
         TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
@@ -466,7 +457,7 @@ def build_model(
     used = {part for name, _ in model.named_parameters() for part in rules[name].names}
     if unused := sorted(set(shapes) - used):
         raise ValueError(
-            f"a {hf_config.text_config.model_type} model is not built of megatron-core's layers "
+            f"a {hf_config.text_config.model_type} model is not built from megatron-core's layers "
             f"here: it has {unused[0]}; use python -m launch.train_transformers"
         )
     if config.checkpoint is None:

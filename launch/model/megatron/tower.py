@@ -2,9 +2,10 @@
 
 Qwen's towers take a row's patches. Others take whole pictures, and a projector follows.
 
-Under context parallelism, which only Qwen's know, each rank of a group runs it on its share of the
-row's frames (an image is one), contiguous and with nearly equal work, and hands the features over
-to the ranks that hold their tokens. No frame attends to another, so a video may be cut between two.
+Under context parallelism, which only Qwen's towers support, each rank of a group runs the tower on
+its share of the row's frames (an image is one), contiguous and with nearly equal work, and sends
+the features to the ranks that hold their tokens. No frame attends to another, so a video may be cut
+between two frames.
 """
 
 import copy
@@ -22,9 +23,6 @@ from launch.model.packed_attention import register_attention
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.model_inputs import IMAGE_LAYOUTS
 
-#: Patches of each frame, in all, along its height, and along its width.
-_Frames = npt.NDArray[np.int64]
-
 
 class Medium(NamedTuple):
     """One kind of media in a row."""
@@ -41,12 +39,9 @@ class Medium(NamedTuple):
 def build_visual(
     outline: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The part of a model of transformers that sees: a tower that takes the patches of a packed
-    row; or the model without its language model, if its tower takes whole pictures.
-
-    Args:
-        outline: the model, without memory; may be changed.
-    """
+    """Build the part of a model of transformers that sees: a tower that takes the patches of a
+    packed row; or the model without its language model, if its tower takes whole pictures.
+    `outline`: the model, without memory; may be changed."""
     if hasattr(outline, "visual"):
         visual = _build_tower(outline.visual, config, hf_config, dtype, device)
         # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
@@ -73,18 +68,15 @@ def _build_tower(
 
 
 def picture_features(model: Any, tokens: torch.Tensor, medium: Medium, layout: str) -> torch.Tensor:
-    """Features (n, H) of the image tokens of a row, by a model of `build_visual`.
+    """Compute features (n, H) of the image tokens of a row by a model of `build_visual`. Raises
+    ValueError, see `_check_count`.
 
     Args:
         tokens: (1, S).
         layout: a name in model_inputs.IMAGE_LAYOUTS.
-
-    Raises:
-        ValueError: there are other tokens than features.
     """
     pictures = IMAGE_LAYOUTS[layout](medium.patches, medium.grids)
-    found = model.get_image_features(**pictures).pooler_output  # of each picture
-    features = torch.cat(list(found))
+    features = torch.cat(list(model.get_image_features(**pictures).pooler_output))
     _check_count(tokens, medium, len(features))
     return features
 
@@ -96,16 +88,14 @@ def media_features(
     part: RowPart | None,
     cost: ModelCost,
 ) -> list[torch.Tensor]:
-    """Features of the media tokens that this rank holds: first one kind and then the other, each in
-    the order of its tokens; the last layer's, then the features of layers that feed DeepStack.
+    """Compute features of the media tokens that this rank holds: of one kind, then of the other,
+    each in the order of its tokens; the last layer's, then those of layers that feed DeepStack.
+    Raises ValueError, see `_check_count`.
 
     Args:
-        tokens: (1, S), of the whole row.
+        tokens: (1, S), the whole row's.
         media: the kinds present, each with the patches of the whole row.
-        part: this rank's part of the row; None: it holds all of it. Otherwise a collective.
-
-    Raises:
-        ValueError: there are other tokens than features.
+        part: this rank's part of the row; then a collective. None: the rank holds the whole row.
     """
     merged = tower.config.spatial_merge_size**2  # patches to a token
     for medium in media:
@@ -115,7 +105,8 @@ def media_features(
     if part is None:
         return _run(tower, patches, grids)
     size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)
-    frames = frames_of(grids)
+    t, h, w = grids.cpu().numpy().T
+    frames = np.repeat(np.stack([h * w, h, w], axis=1), t, axis=0)  # (F, 3): patches, height, width
     bounds = share_frames(cost.tower_flops(frames[:, 0]), size)
     starts = np.concatenate([[0], frames[:, 0].cumsum()])[bounds].tolist()
     own = frames[bounds[rank] : bounds[rank + 1], 1:]
@@ -129,6 +120,7 @@ def media_features(
 
 
 def _check_count(tokens: torch.Tensor, medium: Medium, expected: int) -> None:
+    """Raise ValueError if a row has other tokens of a medium than features."""
     found = int((tokens == medium.token_id).sum())
     if found != expected:
         raise ValueError(
@@ -149,32 +141,26 @@ def _run(tower: Any, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.T
     return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
 
 
-def frames_of(grids: torch.Tensor) -> _Frames:
-    """Grids (N, 3) to frames (F, 3): patches, height, width."""
-    t, h, w = grids.cpu().numpy().T
-    return np.repeat(np.stack([h * w, h, w], axis=1), t, axis=0)
-
-
 def share_frames(flops: npt.NDArray[np.float64], size: int) -> list[int]:
     """Cut frames into `size` contiguous shares, so that the largest has as few operations as
     possible (to 1e-9 of all). Returns the (size + 1,) bounds."""
     done = np.concatenate([[0.0], flops.cumsum()])
+
+    def fill(limit: float) -> list[int]:
+        """Return bounds of shares that each take all frames that `limit` allows."""
+        bounds = [0]
+        for _ in range(size):
+            bounds.append(int(np.searchsorted(done, done[bounds[-1]] + limit, "right")) - 1)
+        return bounds
+
     total = done[-1]
     low, high = total / size, total
-    bounds = _fill(done, high, size)
+    bounds = fill(high)
     while high - low > 1e-9 * total:
         limit = (low + high) / 2
-        found = _fill(done, limit, size)
+        found = fill(limit)
         if found[-1] == len(flops):
             high, bounds = limit, found
         else:
             low = limit
-    return bounds
-
-
-def _fill(done: npt.NDArray[np.float64], limit: float, size: int) -> list[int]:
-    """Bounds of shares that each take all frames that `limit` allows."""
-    bounds = [0]
-    for _ in range(size):
-        bounds.append(int(np.searchsorted(done, done[bounds[-1]] + limit, "right")) - 1)
     return bounds

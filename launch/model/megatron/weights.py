@@ -41,7 +41,7 @@ Tensors = list[torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRule:
-    """Rule that makes one parameter of Hugging Face tensors."""
+    """Rule that makes one parameter from Hugging Face tensors."""
 
     names: tuple[str, ...]
     #: dimension along which tensor parallel ranks share the tensors
@@ -52,29 +52,27 @@ class WeightRule:
 
 
 def join_qkv(parts: Tensors, head_dim: int) -> torch.Tensor:
-    """Query (H·D, …), key and value (G·D, …) as megatron-core's linear_qkv: ((H + 2·G)·D, …).
-
-    For each of the G groups: its H / G query heads, then its key, then its value.
-    """
+    """Join query (H·D, …), key and value (G·D, …) to megatron-core's linear_qkv, ((H + 2·G)·D, …):
+    for each of the G groups its H / G query heads, then its key, then its value."""
     groups = parts[1].shape[0] // head_dim
     grouped = [part.unflatten(0, (groups, -1)) for part in parts]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
 def split_qkv(parameter: torch.Tensor, head_dim: int, heads_per_group: int) -> Tensors:
-    """The reverse of join_qkv."""
+    """Undo join_qkv."""
     sizes = [heads_per_group * head_dim, head_dim, head_dim]
     grouped = parameter.unflatten(0, (-1, sum(sizes)))
     return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
 
 def head_dim_of(text_config: Any) -> int:
-    """Channels of one attention head."""
+    """Return the number of channels of an attention head."""
     given = getattr(text_config, "head_dim", None)
     return int(given or text_config.hidden_size // text_config.num_attention_heads)
 
 
-#: Parameters of a layer that are one tensor in both: published name, and dimension of the cut.
+#: Parameters of a layer that are a single tensor in both: published name, and dimension of the cut.
 _ALONE: Final = {
     "self_attention.linear_proj": ("self_attn.o_proj", 1),
     "self_attention.q_layernorm": ("self_attn.q_norm", None),
@@ -91,7 +89,6 @@ def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]
     text_config = hf_config.text_config
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = head_dim_of(text_config)
-
     qkv = partial(join_qkv, head_dim=head_dim)
     un_qkv = partial(split_qkv, head_dim=head_dim, heads_per_group=heads // groups)
     rules = {
@@ -122,11 +119,8 @@ def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]
 def load_weights(
     model: torch.nn.Module, hf_config: Any, source: "RandomWeights | CheckpointReader"
 ) -> None:
-    """Fill this rank's parameters, and mark the ones that tensor parallel ranks share.
-
-    Raises:
-        ValueError: a tensor of the source has another shape than the model.
-    """
+    """Fill this rank's parameters, and mark those that tensor parallel ranks divide. Raises
+    ValueError if a tensor of the source has another shape than the model's."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     rules = model_rules(model, hf_config)
@@ -146,10 +140,8 @@ def load_weights(
 def gather_weights(
     model: torch.nn.Module, hf_config: Any
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every tensor of the model under its published name, on the CPU of tensor parallel rank 0.
-
-    All ranks of a tensor parallel group must iterate; ranks other than 0 get None.
-    """
+    """Yield every tensor of the model with its published name, on the CPU of tensor parallel rank
+    0. All ranks of a tensor parallel group must iterate; ranks other than 0 get None."""
     rules = model_rules(model, hf_config)
     for name, parameter in model.named_parameters():
         rule = rules[name]
@@ -174,11 +166,9 @@ def _gather(part: torch.Tensor, dim: int | None) -> torch.Tensor | None:
 
 
 class RandomWeights:
-    """Random weights that depend on seed and name only, not on the number of ranks.
-
-    Matrices are drawn from N(0, initializer_range²), norms and scales 1, biases 0.
-    They are drawn on the training device: 2 billion take half a minute on a CPU core.
-    """
+    """Random weights that depend on seed and name only, not on the number of ranks: matrices of
+    N(0, initializer_range²), norms and scales 1, biases 0. They are drawn on the training device:
+    2 billion take half a minute on a CPU core."""
 
     def __init__(
         self,
@@ -188,28 +178,25 @@ class RandomWeights:
         seed: int,
         device: torch.device,
     ) -> None:
-        self._shapes = shapes
-        self._seed = seed
-        self._device = device
-        self._std = {
-            True: hf_config.vision_config.initializer_range,
-            False: hf_config.text_config.initializer_range,
-        }
+        self._hf_config, self._shapes = hf_config, shapes
+        self._seed, self._device = seed, device
 
     def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
-        """See `CheckpointReader.read`."""
+        """Draw a slice of a tensor, see `CheckpointReader.read`."""
         tensor = torch.ones(*self._shapes[name], device=self._device)
         if tensor.ndim > 1:
             name_seed = zlib.crc32(name.encode()) << 16
             generator = torch.Generator(self._device).manual_seed(self._seed + name_seed)
-            tensor.normal_(0, self._std[part_of(name) != "language"], generator=generator)
+            part = "text" if part_of(name) == "language" else "vision"
+            std = getattr(self._hf_config, f"{part}_config").initializer_range
+            tensor.normal_(0, std, generator=generator)
         elif name.endswith("bias"):
             tensor.zero_()
         return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-#: Names in other checkpoints, in transformers' memory, and of a tower in our model -> names in
-#: Qwen2-VL's checkpoints, which are used here.
+#: Prefixes of names in other checkpoints, in transformers' memory, and of a tower in our model ->
+#: prefixes in Qwen2-VL's checkpoints, whose names are used here.
 _RENAMED: Final = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -229,18 +216,14 @@ _WRITTEN: Final[Mapping[TensorNames, Mapping[str, str]]] = {
 
 
 def published_name(name: str) -> str:
-    """The name a tensor has in checkpoints of Qwen2-VL, or would have.
-
-    model.language_model.norm.weight -> model.norm.weight
-    """
+    """Return the name that a tensor has in Qwen2-VL's checkpoints, or would have:
+    model.language_model.norm.weight -> model.norm.weight."""
     return _renamed(name, _RENAMED)
 
 
 def written_name(name: str, names: TensorNames) -> str:
-    """The name that a tensor has in checkpoints of other families.
-
-    model.norm.weight -> model.language_model.norm.weight
-    """
+    """Return the name that a tensor has in checkpoints of other families:
+    model.norm.weight -> model.language_model.norm.weight."""
     return _renamed(name, _WRITTEN[names])
 
 
@@ -252,7 +235,7 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of a model of transformers must have."""
+    """List the tensors that a checkpoint of a model of transformers must have, with shapes."""
     state = model.state_dict()
     shapes = {published_name(name): tuple(tensor.shape) for name, tensor in state.items()}
     if model.config.tie_word_embeddings:
@@ -260,19 +243,12 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
-
-
 class CheckpointReader(contextlib.ExitStack):
     """Slices of the tensors in a checkpoint folder, without reading the rest of the file."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Open the folder and compare it with the tensors that the model needs.
-
-        Raises:
-            ValueError: no safetensors, or a tensor is missing.
-        """
+        """Open the folder and compare it with the tensors that the model needs. Raises ValueError
+        if there are no safetensors, or a tensor is missing."""
         super().__init__()
         self._files: dict[str, tuple[Any, str]] = {}  # published name -> (file, name in it)
         for path in weight_files(folder):
@@ -288,7 +264,7 @@ class CheckpointReader(contextlib.ExitStack):
             )
 
     def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
-        """The rank-th of `size` equal slices of a tensor along `dim` (None: all of it)."""
+        """Read the rank-th of `size` equal slices of a tensor along `dim` (None: the whole)."""
         file, stored = self._files[name]
         if dim is None or size == 1:
             return file.get_tensor(stored)
@@ -299,17 +275,11 @@ class CheckpointReader(contextlib.ExitStack):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        ValueError: there are none (other formats hold pickles and are not read), or the index
-            names a file that is not there.
-    """
-    if (folder / INDEX_FILE).is_file():
-        index = json.loads((folder / INDEX_FILE).read_bytes())
-        names = sorted(set(index["weight_map"].values()))
-    else:
-        names = [SINGLE_FILE]
+    """List the safetensors files of a checkpoint. Raises ValueError if there are none (other
+    formats hold pickles and are not read), or the index names a file that is missing."""
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(
@@ -327,13 +297,13 @@ def write_checkpoint(
     like: Path | None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a checkpoint folder; it takes its name when it is complete.
+    """Write a checkpoint folder, which takes its name when it is complete.
 
     Args:
         folder: replaced if it exists.
         tensors: by published name; a rank that gets None for a tensor writes nothing.
         hf_config: transformers' config of the model.
-        like: checkpoint whose tokenizer and config belong to it; None: the built-in vocabulary's.
+        like: checkpoint with the model's tokenizer and config; None: the built-in vocabulary.
         max_shard_bytes: limit of a safetensors file.
     """
     weights = {name: tensor for name, tensor in tensors if tensor is not None}

@@ -1,4 +1,4 @@
-"""Packing under several limits at once: tokens and vision patches, images, samples, …
+"""Packing under several limits at once: tokens and vision patches, images, samples and videos.
 
 With two sizes per sample hardly two samples are alike, so packs are made of samples rather than of
 counts. A pack starts with the largest sample left, takes random ones while more than about two more

@@ -268,10 +268,13 @@ class JsonlSource(Source):
 
     def _records(self, key: str, at: Locator, data: bytes | None) -> Iterator[SourceRecord]:
         """Yield the record in a line or an element, or those of a list of them."""
-        cutter, bounds = _ArrayCutter(), list[int]()
-        if data is not None and self.NESTED and (match := _LIST.match(data)):
-            bounds = [match.end(), *cutter(data).tolist()]
-        if data is None or not cutter.is_closed or cutter.problem_after():
+        match = _LIST.match(data) if data is not None and self.NESTED else None
+        if data is None or match is None:
+            yield self._record(key, at, data)
+            return
+        cutter = _ArrayCutter()
+        bounds = [match.end(), *cutter(data).tolist()]
+        if not cutter.is_closed or cutter.problem_after():
             yield self._record(key, at, data)
             return
         for number, (begin, end) in enumerate(pairwise(bounds), 1):

@@ -35,7 +35,7 @@ class TransformerShape:
     window: int = 0
 
     def flops(self, lengths: Any) -> Any:
-        """Operations for each sequence of `lengths` tokens or patches."""
+        """Return the operations for each sequence of `lengths` tokens or patches."""
         queries = self.query_size or self.hidden_size
         projections = 2.0 * self.hidden_size * queries * (2 + 2 * self.kv_share)
         feed_forward = 2.0 * self.ffn_matrices * self.hidden_size * self.ffn_size
@@ -72,20 +72,20 @@ class ModelCost:
     merger: float
 
     def language_flops(self, num_tokens: Any, num_logits: Any = None) -> Any:
-        """Operations of the language model for segments of `num_tokens`; logits are computed for
+        """Return the operations of the language model for segments of `num_tokens`, with logits for
         `num_logits` of them (default: all)."""
         logits = num_tokens if num_logits is None else num_logits
         return self.language.flops(num_tokens) + 2.0 * self.head * logits
 
     def tower_flops(self, num_patches: Any) -> Any:
-        """Operations of the vision tower for pictures of `num_patches`: images, or single steps of
-        a video's grid. Patches attend within a picture."""
+        """Return the operations of the vision tower for pictures of `num_patches`: images, or
+        single steps of a video's grid. Patches attend within a picture."""
         return self.vision.flops(num_patches) + 2.0 * self.merger * num_patches
 
 
 def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> ModelCost:
-    """The cost of a model, from its text and vision configs in transformers' form. Towers of Qwen,
-    GLM-V, CLIP, SigLIP and Gemma are known. Missing fields have the defaults of transformers'
+    """Compute the cost of a model from its text and vision configs in transformers' form. Towers of
+    Qwen, GLM-V, CLIP, SigLIP and Gemma are known. Missing fields have the defaults of transformers'
     Qwen2-VL.
 
     Raises:
@@ -120,34 +120,37 @@ def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any])
         merger = float(out * (width + out))
     elif is_glm:  # which joins squares of patches, and has a feed-forward layer after that
         merger = out * width + (out + 3 * ffn) * out / vision.get("spatial_merge_size", 2) ** 2
-    else:  # Qwen merges squares of patches; after inner layers, too, where DeepStack takes them
+    else:  # Qwen merges squares of patches, with DeepStack those of inner layers as well
         square = vision.get("spatial_merge_size", 2) ** 2
         mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
         merger = mergers * width * (square * width + out)
     return ModelCost(name, language, tower, head, merger)
 
 
-def most_positions(folder: str) -> int | None:
-    """The `max_position_embeddings` in a checkpoint folder's config.json; None if it names none."""
+def _text_config(folder: str) -> Mapping[str, Any]:
     path = Path(folder, "config.json")
     config = json.loads(path.read_bytes()) if path.is_file() else {}
-    found: int | None = config.get("text_config", config).get("max_position_embeddings")
-    return found
+    text: Mapping[str, Any] = config.get("text_config", config)
+    return text
+
+
+def most_positions(folder: str) -> int | None:
+    """Read `max_position_embeddings` of a checkpoint folder's config.json; None if it has none."""
+    return _text_config(folder).get("max_position_embeddings")
 
 
 def dynamic_from(folder: str) -> int | None:
-    """Tokens of a sample above which the rotary angles of the model in a checkpoint folder depend
-    on its length; None: they never do."""
-    path = Path(folder, "config.json")
-    config = json.loads(path.read_bytes()) if path.is_file() else {}
-    text = config.get("text_config", config)
+    """Return the tokens of a sample above which the rotary angles of the model in a checkpoint
+    folder depend on its length; None if they never do."""
+    text = _text_config(folder)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
-    return most_positions(folder) if is_dynamic else None
+    return text.get("max_position_embeddings") if is_dynamic else None
 
 
 def cost_of_checkpoint(folder: str) -> ModelCost | None:
-    """The cost of the model in a checkpoint folder, from its config.json; None if it has none.
+    """Compute the cost of the model in a checkpoint folder from its config.json; None if it has
+    none.
 
     Raises:
         ValueError: the config.json is damaged.
@@ -184,7 +187,7 @@ def _language(config: Mapping[str, Any]) -> TransformerShape:
         experts = config["num_experts_per_tok"] + config.get("n_shared_experts", 0)
         ffn = config["moe_intermediate_size"] * experts
         ffn += config.get("shared_expert_intermediate_size", 0)
-    if config.get("enable_moe_block"):  # beside the dense layer
+    if config.get("enable_moe_block"):  # besides the dense layer
         ffn += config["moe_intermediate_size"] * config["top_k_experts"]
     layers = config.get("layer_types") or ()
     slides = "sliding_attention" in layers

@@ -4,8 +4,11 @@
 template, its media and its positions are.
 """
 
+import io
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final, Literal
@@ -13,17 +16,12 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.families.base.spans import (
     BlankImage,
+    Grid,
     Medium,
     Span,
     TextSpans,
@@ -32,11 +30,15 @@ from task_encoders.families.base.spans import (
     two_tokens,
 )
 from task_encoders.field_types import Count, LocalOrRemotePath, Values
-from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings, decode_image, read_image_header
-from task_encoders.media.patches import Bytes, Normalisation, frame_patches
-from task_encoders.media.video import SampledVideo, video_patches
-from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
+from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, frame_patches
+from task_encoders.media.video import SampledVideo, seconds_per_grid
+from task_encoders.media.video_file import (
+    MAX_VIDEO_FRAMES,
+    VideoHeader,
+    decode_frames,
+    read_video_header,
+)
 from task_encoders.sample_encoder import (
     EncodedMedium,
     EncodedSample,
@@ -74,11 +76,25 @@ from task_encoders.text.pieces import (
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
+from task_encoders.versions import require_supported
+
+
+def checkpoint_config(processor: str) -> Mapping[str, Any]:
+    """Read a checkpoint's config.json; {} if it has none, as the built-in vocabulary."""
+    if processor == BUILTIN:
+        return {}
+    require_supported("transformers")
+    from transformers import PreTrainedConfig
+
+    with suppress(OSError):  # a folder without that file
+        found: Mapping[str, Any] = PreTrainedConfig.get_config_dict(processor)[0]
+        return found
+    return {}
 
 
 def beside_lengths(default: Any) -> Any:
-    """An option that changes pixels or positions but no length. No artifact contains pixels or
-    positions, so it is not in the fingerprint."""
+    """Declare an option that changes pixels or positions but no length. No artifact contains pixels
+    or positions, so it is not in the fingerprint."""
     return Field(default, json_schema_extra={"changes_lengths": False})
 
 
@@ -127,6 +143,14 @@ class ModelOptions(BaseModel):
             n: v for n, v in content.items() if n not in newer or getattr(self, n) != defaults[n]
         }
 
+    def check_range(self, least: str, most: str, floor: int) -> None:
+        """Check that two options are `floor` <= least <= most. Raises ValueError."""
+        if not floor <= getattr(self, least) <= getattr(self, most):
+            raise ValueError(
+                f"{least} {getattr(self, least)} and {most} {getattr(self, most)} must satisfy "
+                f"{floor} <= {least} <= {most}"
+            )
+
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
         if self.processor == BUILTIN:
@@ -137,22 +161,29 @@ class ModelOptions(BaseModel):
 
     @classmethod
     def own(cls) -> list[str]:
-        """Names of the options that not every family has."""
+        """List the options that not every family has."""
         return [name for name in cls.model_fields if name not in ModelOptions.model_fields]
 
     @classmethod
     def changes_lengths(cls, name: str) -> bool:
-        """Whether an option belongs in the fingerprint of what was measured."""
+        """Tell whether an option belongs in the fingerprint of what was measured."""
         return not cls.model_fields[name].json_schema_extra
 
     def stored(self, name: str) -> str | int:
-        """An option as a fingerprint holds it. Its declared type decides: a family's default may be
-        200 where a configuration gives 200.0, and both are the same option."""
+        """Return an option as a fingerprint holds it. Its declared type decides: a family's default
+        may be 200 where a configuration gives 200.0, and both are the same option."""
         value: float | str | None = getattr(self, name)
         if type(self).model_fields[name].annotation is float:
             return f"{value:g}"
         assert not isinstance(value, float)
         return 0 if value is None else value
+
+
+class ResizedOptions(ModelOptions):
+    """Options of families whose processors resize with torch, if they are not told otherwise."""
+
+    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class FamilyEncoder(ABC):
@@ -173,7 +204,7 @@ class FamilyEncoder(ABC):
     #: Control tokens of media, by the names of their ids in transformers' configs.
     MEDIA_TOKENS: ClassVar[Mapping[str, str]]
     #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
-    #: None: the family has none, and a `render` of its own.
+    #: None: the family has none, but its own `render`.
     TEMPLATE: ClassVar[str | None] = None
     #: How templates of its vocabulary write control tokens, media and answers.
     DIALECT: ClassVar[Dialect] = CHATML
@@ -182,10 +213,8 @@ class FamilyEncoder(ABC):
     CAPTION_END: ClassVar[Control]
     #: Rows of position_ids.
     POSITION_ROWS: ClassVar[int] = 3
-    #: Options of every family on which lengths depend in this one, beside its own.
-    LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ()
-    #: Position of the text after a video, see `spans.position_ids`.
-    video_end: str = "longer_side"
+    #: Control tokens before and after each picture.
+    AROUND_PICTURE: ClassVar[tuple[str, ...]] = ()
     #: How transformers' model takes images: a name in model_inputs.IMAGE_LAYOUTS.
     IMAGE_LAYOUT: str = "patches"
     #: Whether a video's steps are pictures among the images of its row. Their patches are as wide
@@ -193,42 +222,27 @@ class FamilyEncoder(ABC):
     VIDEOS_AS_IMAGES: ClassVar[bool] = False
     #: Frames of an image's patches.
     IMAGE_DEPTH: ClassVar[int] = 1
-    #: How pictures are cut into patches; a family without it has its own `encode_image`.
-    vision: VisionSettings
     template: ChatTemplate
     #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
     own_template: str = ""
 
-    def __init__(
-        self,
-        options: ModelOptions,
-        vision: VisionSettings | None = None,
-        *,
-        patch_area: int | None = None,
-        normalisation: Normalisation | None = None,
-    ) -> None:
-        """`patch_area`, pixels of a patch, and `normalisation` follow from `vision` by default."""
+    def __init__(self, options: ModelOptions, vision: VisionSettings) -> None:
+        """Load the tokenizer and the chat template; pictures are cut as `vision` says."""
         if not self.HAS_BUILTIN:
             options.require_checkpoint()
-        self.options = options
-        spelled = options.control_tokens
-        tokenizer = load_tokenizer(options.processor, self.TEXT_TOKENS, spelled)
+        self.options, self.vision = options, vision
+        tokenizer = load_tokenizer(options.processor, self.TEXT_TOKENS, options.control_tokens)
         self.tokenizer = tokenizer
         self.pad_token_id = tokenizer.special_id(self.PAD_TOKEN)
-        if vision is not None:
-            self.vision = vision
-            patch_area = patch_area or vision.patch_size**2
-            normalisation = normalisation or patches.normalisation(vision)
-        assert patch_area is not None
-        assert normalisation is not None
         self.max_image_pixels = pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
         # Files of media within these limits; see SampleEncoder.
         frames = options.max_video_frames
         self.image_header = partial(read_image_header, max_image_pixels=pixels)
         self.video_header = partial(read_video_header, max_frame_pixels=pixels, max_frames=frames)
         self.decode_image = partial(decode_image, max_image_pixels=pixels)
-        self._patch_area = patch_area
-        self.normalisation = normalisation
+        _, table = BACKENDS[vision.resize]
+        repeats = vision.temporal_patch_size // self.IMAGE_DEPTH
+        self.normalisation = Normalisation(table(vision.mean, vision.std), repeats)
         self.texts = TextSpans(tokenizer)
         if self.TEMPLATE is not None:
             given = dict(options.template_options), options.earlier_thoughts
@@ -240,18 +254,15 @@ class FamilyEncoder(ABC):
         self.media_token_ids: Mapping[str, int] = {
             name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
         }
-        #: Ids of the tokens that stand for parts of pictures.
-        self._placeholder_ids = frozenset(
-            self.media_token_ids[name]
-            for name in ("image_token_id", "video_token_id")
-            if name in self.media_token_ids
-        )
+        self.image_token_id = self.media_token_ids["image_token_id"]
+        self.video_token_id = self.media_token_ids.get("video_token_id", self.image_token_id)
+        self._around = tuple(Span([tokenizer.special_id(one)], 1) for one in self.AROUND_PICTURE)
 
     # Decided by a family.
 
     def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterable[Piece]:
-        """The pieces of a checked sample, media included; `weights`: each answer's in the loss.
-        Raises SampleError."""
+        """Return the pieces of a checked sample, media included; `weights` are those of the answers
+        in the loss. Raises SampleError."""
         if sample.task == "captioning":
             pieces = caption_pieces(sample, after_media=self.options.loss_on == "after_media")
             end = () if sample.turns[0].truncated else (self.CAPTION_END,)
@@ -270,32 +281,61 @@ class FamilyEncoder(ABC):
 
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
-        """Medium of an image of this size. Raises SampleError where it cannot be used."""
+        """Return the medium of an image of this size. Raises SampleError if it cannot be used."""
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        """Patches (P, C·p·p) of a decoded image. Raises SampleError."""
+        """Cut a decoded image into patches (P, C·p·p). Raises SampleError."""
         medium = self.image_medium(image.height, image.width)
-        return frame_patches([image], medium.grid, self.IMAGE_DEPTH, self.vision), medium
+        return self.cut([image], medium.grid, self.IMAGE_DEPTH), medium
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        """Frames and grid of a video. Raises SampleError where it cannot be used, as by default."""
+        """Sample frames of a video. Raises SampleError if it cannot be used, as by default."""
         raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the family has a rule for frames."""
+        return type(self).sample_video is not FamilyEncoder.sample_video
+
     def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        """Patches (Q, C·T·p·p) of a video file. Raises SampleError."""
-        if type(self).sample_video is FamilyEncoder.sample_video:
-            raise SampleError("bad_video", f"family {self.options.family} takes no videos")
-        most = self.options.max_video_frames
-        rows, sampled = video_patches(data, self.sample_video, self.vision, most)
+        """Decode frames of a video file and cut them into patches (Q, C·T·p·p). Raises SampleError,
+        truncated_video if fewer frames can be decoded than the container has."""
+        header = self.video_header(io.BytesIO(data))
+        sampled = self.sample_video(header)
+        frames = decode_frames(data, header, sampled.frames, self.max_image_pixels)
+        rows = self.cut(frames, sampled.grid, self.vision.temporal_patch_size)
         return rows, Medium(sampled.grid, sampled)
+
+    def grid_of(self, size: tuple[int, int], num_frames: int = 1) -> Grid:
+        """Return the grid of frames that are resized to this height and width."""
+        depth, patch = self.vision.temporal_patch_size, self.vision.patch_size
+        return -(-num_frames // depth), size[0] // patch, size[1] // patch
+
+    def sampled(
+        self, header: VideoHeader, frames: Sequence[int], size: tuple[int, int]
+    ) -> SampledVideo:
+        """Describe frames of a video that are resized to this height and width."""
+        seconds = seconds_per_grid(header, len(frames), self.vision.temporal_patch_size)
+        return SampledVideo(self.grid_of(size, len(frames)), frames, seconds, header.fps)
+
+    def cut(self, frames: Iterable[PillowImage.Image], grid: Grid, depth: int) -> Bytes:
+        """Cut frames into patches (t·h·w, C·depth·p·p); an image is one frame."""
+        return frame_patches(frames, grid, depth, self.vision)
 
     @abstractmethod
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
-        """The tokens of an image or a video."""
+        """Return the tokens of an image or a video."""
+
+    def picture_spans(self, token_id: int, grid: Grid, interval: float = 1.0) -> list[Span]:
+        """Return a token per merge_size² patches, between those of AROUND_PICTURE."""
+        merge, (before, after) = self.vision.merge_size, self._around
+        merged = grid[0], grid[1] // merge, grid[2] // merge
+        return [before, Span((token_id,), math.prod(merged), 0.0, merged, interval), after]
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:
-        """A small image for rows without one; `hf_config` is the whole model's, of transformers."""
+        """Return a small image for rows without one; `hf_config` is transformers' of the whole
+        model."""
         vision = hf_config.vision_config
         return two_tokens(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
 
@@ -323,7 +363,7 @@ class FamilyEncoder(ABC):
             "max_image_pixels": self.max_image_pixels,
             **{
                 name: self.options.stored(name)
-                for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
+                for name in (*self.options.own(), *["max_video_frames"] * self.takes_videos)
                 if self.options.changes_lengths(name) and name in self.options.model_dump()
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
@@ -356,7 +396,7 @@ class FamilyEncoder(ABC):
         image_sizes: Sequence[tuple[int, int]],
         videos: Sequence[VideoHeader],
     ) -> tuple[list[Medium], list[tuple[Piece, Sequence[Span]]]]:
-        """Return a sample's images and then its videos, and its parts, each with its spans."""
+        """Return a sample's images and then its videos, and its pieces, each with its spans."""
         of_images, of_videos = self._of_media(sample, len(image_sizes), len(videos))
         images = [one.image_medium(*size) for one, size in zip(of_images, image_sizes, strict=True)]
         taken = [one.sample_video(video) for one, video in zip(of_videos, videos, strict=True)]
@@ -381,7 +421,7 @@ class FamilyEncoder(ABC):
     def _prefix(
         self, placed: Sequence[tuple[Piece, Sequence[Span]]], spans: Sequence[Span]
     ) -> Prefix | None:
-        """The prefix of a sample of these parts, whose spans are all `spans`."""
+        """Return the prefix of a sample of these pieces, whose spans are all `spans`."""
         end = num_images = num_videos = num_spans = 0
         for part, own in placed:
             if any(span.weight for span in own):
@@ -400,7 +440,7 @@ class FamilyEncoder(ABC):
         if following.weight:
             # The trunk's last token has to predict the first of each branch, so it heads each. One
             # that stands for part of a picture cannot: it would be another picture's.
-            if spans[end - 1].ids[-1] in self._placeholder_ids:
+            if spans[end - 1].ids[-1] in (self.image_token_id, self.video_token_id):
                 return None
             num_tokens -= 1
         return Prefix(spans[:end], num_tokens, num_images, num_videos)
@@ -448,6 +488,7 @@ class FamilyEncoder(ABC):
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
         spans = self._layout(sample, of_images, of_videos)
         tokens, loss_weights = tokens_and_weights(spans)
+        video_end = getattr(self.options, "video_end", "longer_side")
         if self.VIDEOS_AS_IMAGES and videos:  # in the order of their tokens
             stills, clips = iter(image_rows), iter(video_rows)
             image_rows, video_rows = [], []
@@ -458,13 +499,13 @@ class FamilyEncoder(ABC):
                     rows, (grid, _) = next(clips)
                     picture = Medium((1, *grid[1:]))
                     image_rows += [(own, picture) for own in np.split(rows, grid[0])]
-        image_pixels, image_grids = self._stacked(image_rows, 1)
-        video_pixels, video_grids = self._stacked(video_rows, self.normalisation.repeats)
+        image_pixels, image_grids = self._stacked(image_rows, self.IMAGE_DEPTH)
+        video_pixels, video_grids = self._stacked(video_rows, self.vision.temporal_patch_size)
         return EncodedSample(
             key=sample.key,
             tokens=tokens,
             loss_weights=loss_weights,
-            position_ids=position_ids(spans, self.POSITION_ROWS, self.video_end),
+            position_ids=position_ids(spans, self.POSITION_ROWS, video_end),
             image_pixels=image_pixels,
             image_grid_thw=image_grids,
             video_pixels=video_pixels,
@@ -476,11 +517,11 @@ class FamilyEncoder(ABC):
     def _stacked(
         self, encoded: Sequence[tuple[Bytes, Medium]], depth: int
     ) -> tuple[Bytes, npt.NDArray[np.int32]]:
-        """Patches of all media of a kind, (P, C·depth·p·p), and their grids, (N, 3)."""
+        """Stack the patches of all media of a kind, (P, C·depth·p·p), and their grids, (N, 3)."""
         grids = np.array([medium.grid for _, medium in encoded], dtype=np.int32).reshape(-1, 3)
         rows = [own for own, _ in encoded]
         if not rows:
-            rows = [np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)]
+            rows = [np.empty((0, 3 * depth * self.vision.patch_size**2), dtype=np.uint8)]
         return rows[0] if len(rows) == 1 else np.concatenate(rows), grids
 
     def parts(self, sample: SourceSample) -> Iterable[Piece]:
@@ -510,8 +551,8 @@ class FamilyEncoder(ABC):
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
     ) -> list[Span]:
-        """The sample's tokens as spans, in order, with the given ones of its media in their places.
-        Raises SampleError."""
+        """Return the sample's tokens as spans in order, with the given spans of its media in their
+        places. Raises SampleError."""
         placed = self._placed(sample, images, videos)
         return [span for _, own in placed for span in own]
 
@@ -521,7 +562,7 @@ class FamilyEncoder(ABC):
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
     ) -> Iterator[tuple[Piece, Sequence[Span]]]:
-        """The parts of a sample, each with its spans; see `_layout`."""
+        """Yield the pieces of a sample, each with its spans; see `_layout`."""
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
         for part in self.parts(sample):
@@ -534,7 +575,7 @@ class FamilyEncoder(ABC):
 
 
 def _control_names(pieces: Iterable[Piece]) -> set[str]:
-    """Control tokens among pieces."""
+    """Collect the control tokens among pieces."""
     found = set[str]()
     for piece in pieces:
         if isinstance(piece, Control):
@@ -545,8 +586,8 @@ def _control_names(pieces: Iterable[Piece]) -> set[str]:
 
 
 def _first_with_media(sample: SourceSample) -> int:
-    """Number of the first turn of a conversation whose prompt shows an image or a video; 0: none
-    does, or they go in front."""
+    """Return the number of the first turn of a conversation whose prompt shows an image or a video;
+    0 if none does, or they go in front."""
     for number, turn in enumerate(sample.turns):
         for kind, names in ((IMAGE_PLACEHOLDER, sample.images), (VIDEO_PLACEHOLDER, sample.videos)):
             if names and count_placeholders([turn], kind, sample.task):
@@ -573,6 +614,12 @@ TINY_TOWER: Final = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+
+
+def rope(theta: float, mrope_section: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Return `rope_parameters` of a tiny model."""
+    own = {"rope_type": "default", "rope_theta": theta, "mrope_section": [*mrope_section]}
+    return own | more
 
 
 @dataclass(frozen=True, slots=True)

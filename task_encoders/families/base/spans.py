@@ -1,6 +1,5 @@
 """A sample's tokens as spans of text and of media, and their positions."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,7 +47,8 @@ class TextSpans:
         self._kept: dict[Text | Control | Fixed, list[Span]] = {}
 
     def spans(self, piece: Text | Control | Fixed | Answer) -> list[Span]:
-        """The spans of a piece that is not a medium: one; of an answer, its header and the rest."""
+        """Return the spans of a piece other than a medium: one; of an answer, its header and the
+        rest."""
         if isinstance(piece, Answer):
             ids, begin = self._tokenizer.encode_answer(piece.header, piece.text)
             parts = Span(ids[:begin], begin), Span(ids[begin:], len(ids) - begin, piece.weight)
@@ -71,18 +71,8 @@ class TextSpans:
         return found
 
 
-def patch_spans(
-    token_id: int, grid: Grid, merge_size: int, before: Span, after: Span, interval: float = 1.0
-) -> tuple[Span, Span, Span]:
-    """A token per merge_size² patches, between two others."""
-    t, h, w = grid
-    merged = t, h // merge_size, w // merge_size
-    num_tokens = math.prod(merged)
-    return before, Span((token_id,), num_tokens, 0.0, merged, interval), after
-
-
 def two_tokens(patch_size: int, merge_size: int, depth: int = 1) -> BlankImage:
-    """A blank image of two tokens, each of merge_size² patches that hold `depth` frames."""
+    """Make a blank image of two tokens, each of merge_size² patches that hold `depth` frames."""
     # One of a single patch makes transformers 5.23's Mistral 3 fail if it is a row's only image.
     values = 3 * depth * patch_size**2
     return BlankImage((2 * merge_size**2, values), (1, merge_size, 2 * merge_size), 2)
@@ -91,7 +81,7 @@ def two_tokens(patch_size: int, merge_size: int, depth: int = 1) -> BlankImage:
 def tokens_and_weights(
     spans: Sequence[Span],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """(S,) each."""
+    """Write out the tokens and the loss weights of spans, (S,) each."""
     num_tokens = sum(span.num_tokens for span in spans)
     tokens = np.empty(num_tokens, dtype=np.int64)
     loss_weights = np.empty(num_tokens, dtype=np.float32)
@@ -106,12 +96,12 @@ def tokens_and_weights(
 
 
 def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.NDArray[np.int64]:
-    """(1, S), or (3, S) multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191,
-    §2.1).
+    """Return positions, (1, S), or (3, S) multimodal rotary positions (M-RoPE,
+    https://arxiv.org/abs/2409.12191, §2.1).
 
     Text counts up on all three rows. The tokens of a medium take their place in its grid, with
-    `interval` temporal positions (in float32, rounded down) from one step in time to the next.
-    The text after it goes on after the grid's longer side, as in transformers from 5 on, even if
+    `interval` temporal positions (in float32, rounded down) from one step in time to the next. The
+    text after it goes on after the grid's longer side, as in transformers from 5 on, even if
     temporal positions reach further; with `video_end: last_position`, after the last of them.
     """
     num_tokens = sum(span.num_tokens for span in spans)

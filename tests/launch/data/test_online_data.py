@@ -11,7 +11,7 @@ import torch
 
 from launch.config import DataConfig
 from launch.data.loader_state import load_state
-from launch.data.micro_batches import LoaderBatches, build_task_encoder
+from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
@@ -41,11 +41,11 @@ def test_a_state_of_any_step_gives_the_rest(repeat: bool, tmp_path: Path) -> Non
     encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
     config = DataConfig(path=str(folder), num_workers=0, repeat=repeat)
 
-    def next_keys(batches: LoaderBatches) -> list[str] | None:
+    def next_keys(batches: MicroBatches) -> list[str] | None:
         row = batches.next()
         return None if row is None else row.__key__
 
-    whole = LoaderBatches(config, encoder, initialize_parallel())
+    whole = MicroBatches(config, encoder, initialize_parallel())
     states, seen = [], []
     for _ in range(NUM_PACKS + 3):
         torch.save(whole.state(), tmp_path / "state.pt")
@@ -53,7 +53,7 @@ def test_a_state_of_any_step_gives_the_rest(repeat: bool, tmp_path: Path) -> Non
         seen.append(next_keys(whole))
     assert (seen[NUM_PACKS:] == seen[:3]) if repeat else (seen[NUM_PACKS:] == [None] * 3)
     for step, state in enumerate(states):
-        restored = LoaderBatches(config, encoder, initialize_parallel())
+        restored = MicroBatches(config, encoder, initialize_parallel())
         restored.restore(state)
         assert [next_keys(restored) for _ in seen[step:]] == seen[step:], step
 
@@ -70,13 +70,13 @@ def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
         write_folder(tmp_path / name, [packs], DATASET_YAML)
     encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
     config = DataConfig(path=str(tmp_path / "some"), num_workers=0, repeat=False)
-    batches = LoaderBatches(config, encoder, initialize_parallel())
+    batches = MicroBatches(config, encoder, initialize_parallel())
     rows = [row for row in iter(batches.next, None) if row is not None]
     assert [row.num_tokens for row in rows] == [25, 0, 25]
     assert [float(row.loss_mask.sum()) > 0 for row in rows] == [True, False, True]
     assert "left out, in pack 01 or before: 01: bad_record" in caplog.text
     config = DataConfig(path=str(tmp_path / "all"), num_workers=0)
-    batches = LoaderBatches(config, encoder, initialize_parallel())
+    batches = MicroBatches(config, encoder, initialize_parallel())
     with pytest.raises(StageError, match="100 consecutive rows have no usable sample: 00: "):
         list(iter(batches.next, None))
 
@@ -99,11 +99,7 @@ def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
 
 
 NUM_SAMPLES = 40
-ONLINE: dict[str, Any] = {
-    "seq_length": 512,
-    "buffer": 16,
-    "model": {"max_pixels": 28 * 28 * 64},
-}
+ONLINE: dict[str, Any] = {"seq_length": 512, "buffer": 16, "model": {"max_pixels": 28 * 28 * 64}}
 
 
 @pytest.fixture(autouse=True)
@@ -119,13 +115,10 @@ def crude(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_steps_of_an_epoch_are_estimated(crude: Path, tmp_path: Path) -> None:
     config = make_config(
-        crude,
-        tmp_path,
-        data={"online": ONLINE, "repeat": False},
-        train={"iterations": None},
+        crude, tmp_path, data={"online": ONLINE, "repeat": False}, train={"iterations": None}
     )
     data = read_data(config.data)
-    batches = LoaderBatches(
+    batches = MicroBatches(
         config.data, build_task_encoder(config.data, data), initialize_parallel()
     )
     rows = list(iter(batches.next, None))

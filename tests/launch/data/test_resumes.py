@@ -24,11 +24,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.object_store import ObjectStore
-from tests.helpers.packed_runs import (
-    SEQ_LENGTH,
-    WHOLE_VOCABULARY,
-    make_config,
-)
+from tests.helpers.packed_runs import SEQ_LENGTH, WHOLE_VOCABULARY, make_config
 
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -44,12 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def packed(
-    kind: str,
-    root: Path,
-    folder: Path,
-    request: pytest.FixtureRequest,
-) -> str:
+def packed(kind: str, root: Path, folder: Path, request: pytest.FixtureRequest) -> str:
     if kind == "remote":
         store: ObjectStore = request.getfixturevalue("object_store")
         bucket: str = request.getfixturevalue("bucket")

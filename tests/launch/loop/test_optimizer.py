@@ -38,10 +38,7 @@ def reference_weights(max_norm: float | None) -> tuple[list[torch.Tensor], list[
     model = small_model()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     norms = []
     for step in range(STEPS):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from torch import distributed
 from transformers import Qwen2VLConfig
 
@@ -20,20 +21,10 @@ from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
 from task_encoders.families import build_sample_encoder
 from tests.helpers.packed_runs import SEQ_LENGTH
+from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import Case
 from tests.world import World
-
-BLEND = """\
-__module__: megatron.energon
-__class__: MetadatasetV2
-splits:
-  train:
-    blend:
-      - {{path: {captions}, weight: 3}}
-      - {{path: {dialogues}, weight: 1}}
-"""
-
 
 MINIMAL: dict[str, Any] = {
     "data": {"path": "-"},
@@ -48,21 +39,13 @@ def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> A
         "batch": {"global_batch_size": 256},
         "output": {"path": "out"},
     }
-    config = LaunchConfig.model_validate(content | sections)
-    return plan_training(config, [packed], data_parallel)
+    kind = TransformersConfig if "fsdp" in sections.get("model", {}) else LaunchConfig
+    return plan_training(kind.model_validate(content | sections), [packed], data_parallel)
 
 
 def data_of(num_packs: int, num_samples: int) -> PackedData:
     per_pack = num_samples / num_packs
     return PackedData(num_packs, num_samples, per_pack, 8192, {}, "0")
-
-
-@pytest.fixture
-def blend(captions: Path, folder: Path, tmp_path: Path) -> Path:
-    """Return the metadataset of a blend of captions and a third as many dialogues."""
-    path = tmp_path / "my_blend.yaml"
-    path.write_text(BLEND.format(captions=captions, dialogues=folder))
-    return path
 
 
 def with_manifest(of: Path, folder: Path, change: Callable[[Any], object]) -> Path:
@@ -98,30 +81,22 @@ def test_the_task_encoder_is_of_the_family_that_is_trained(
     assert encoders[0].fingerprint == encoders[1].fingerprint
 
 
-def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, folder: Path, blend: Path) -> None:
-    first, second = read_packed_data(captions), read_packed_data(folder)
-    data = read_packed_data(blend)
+def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, folder: Path, tmp_path: Path) -> None:
+    def blended(weight: int) -> PackedData:
+        parts = [f"path: {captions}, weight: {weight}", folder]
+        return read_packed_data(blend_of(tmp_path / "my_blend.yaml", parts))
+
+    first, second, data = read_packed_data(captions), read_packed_data(folder), blended(3)
     assert data.num_packs == first.num_packs + second.num_packs
     expected = 0.75 * first.samples_per_pack + 0.25 * second.samples_per_pack
     assert data.samples_per_pack == pytest.approx(expected)
     assert data.content_hash not in (first.content_hash, second.content_hash)
     shares = {one.name: share for one, _, share in data.blended}
     assert shares == {captions.name: 0.75, folder.name: 0.25}
-    blend.write_text(blend.read_text().replace("weight: 3", "weight: 2"))
-    assert read_packed_data(blend).content_hash != data.content_hash
+    assert blended(2).content_hash != data.content_hash
 
 
-def test_datasets_measured_differently_cannot_be_blended(
-    captions: Path, folder: Path, tmp_path: Path
-) -> None:
-    smaller = {"max_pixels": 12_544}
-    other = with_manifest(
-        folder, tmp_path / "other", lambda one: one["config"]["model"].update(smaller)
-    )
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(BLEND.format(captions=captions, dialogues=other))
-    with pytest.raises(StageError, match=r"max_pixels 50176, .* with 12544"):
-        read_packed_data(blend)
+MISSING = "my_blend.yaml, .*FileNotFoundError: .*; a path in it is a folder with .nv-meta"
 
 
 @pytest.mark.parametrize(
@@ -130,29 +105,34 @@ def test_datasets_measured_differently_cannot_be_blended(
         (None, "neither a packed folder nor"),
         ("", r"my_blend.yaml, .*Energon cannot read it \(AttributeError"),
         ("splits: [1", r"my_blend.yaml, .*Energon cannot read it \(ExceptionParse"),
-        (
-            BLEND.format(captions="a", dialogues="b"),
-            "my_blend.yaml, .*FileNotFoundError: .*; a path in it is a folder with .nv-meta",
-        ),
+        (["a"], MISSING),
+        (["{captions}", "{smaller}"], r"max_pixels 50176, .* with 12544"),
     ],
 )
 def test_data_that_cannot_be_read_are_named(
-    tmp_path: Path, content: str | None, message: str
+    content: str | list[str] | None, message: str, captions: Path, tmp_path: Path
 ) -> None:
     """Not only the path that a blend leads to."""
     path = tmp_path / "my_blend.yaml"
-    if content is not None:
+    if isinstance(content, list):
+
+        def shrink(manifest: Any) -> None:
+            manifest["config"]["model"]["max_pixels"] = 12_544
+
+        folders = {"captions": captions, "smaller": with_manifest(captions, tmp_path / "b", shrink)}
+        blend_of(path, [Path(name.format(**folders)) for name in content])
+    elif content is not None:
         path.write_text(content)
     with pytest.raises(StageError, match=message):
         read_packed_data(path)
+
+
+def test_folders_that_are_not_packs_of_ours_are_named(world: World, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"has no manifest\.json"):
         read_packed_data(tmp_path)
-
-
-@pytest.mark.parametrize("layout", ["llava_onevision", "llava_onevision2"])
-def test_a_layout_of_other_trainers_is_named(layout: str, world: World) -> None:
-    with pytest.raises(StageError, match=rf"layout={layout}, which other trainers read"):
-        read_packed_data(world.packed("vqa", output={"layout": layout}))
+    for layout in ("llava_onevision", "llava_onevision2"):
+        with pytest.raises(StageError, match=rf"layout={layout}, which other trainers read"):
+            read_packed_data(world.packed("vqa", output={"layout": layout}))
 
 
 def test_the_batch_keeps_the_samples_of_the_recipe() -> None:
@@ -182,44 +162,41 @@ def test_packs_that_cannot_be_shared_out_are_refused() -> None:
         plan_of(data_of(10, 20), 4, batch=batch, data={"path": "x", "micro_batch_size": 2})
 
 
-def test_what_a_recipe_does_not_get_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    data = data_of(1_000, 10_000)
-    plan_of(data, 8)
-    plan_of(data, train={"iterations": 1000}, **DECAYED)  # .61 of the weights are left
-    plan_of(replace(data, ordered_for=4), 2, batch={"global_batch_packs": 2})  # every second rank
-    assert not caplog.records
-    plan_of(data, 64, batch={"global_batch_size": 64})
-    assert "global_batch_size 64 becomes about 640 samples" in caplog.text
-    plan_of(data, train={"epochs": 3}, data={"path": "unused", "repeat": False})
-    assert "data.repeat=false ends the run after 39 of" in caplog.text
-    plan_of(replace(data, ordered_for=3), 2, batch={"global_batch_packs": 2})
-    assert "for 3 data parallel ranks (pack.order), and there are 2" in caplog.text
-    plan_of(data, train={"iterations": 100}, **DECAYED | {"optimizer": {"weight_decay": 100}})
-    assert "weight_decay 100 alone leaves 0.674% of the matrices' weights" in caplog.text
-    assert "each step is a pass" not in caplog.text
-    plan_of(data_of(100, 1_000), batch={"global_batch_packs": 101})
-    assert "a step takes 101 packs and there are 100: each step is a pass" in caplog.text
+DATA, SMALL = data_of(1_000, 10_000), data_of(100, 1_000)
+MIXED = replace(DATA, has_mixture=True)
+BLENDED = replace(SMALL, blended=((Path("a"), 90, 0.25), (Path("b"), 10, 0.75)))
+FOR_3, FOR_4 = (replace(DATA, ordered_for=ranks) for ranks in (3, 4))
+TWO, RATE = "batch: {global_batch_packs: 2}", "schedule: {learning_rate: 1e-3}"
+DECAYED = f"train: {{iterations: 100}}, optimizer: {{weight_decay: 100}}, {RATE}"
+SHARES = "80 steps, 1.60 times all packs|75.00% of them from b: 12.00 times its 10 packs"
 
 
-DECAYED = {"optimizer": {"weight_decay": 1.0}, "schedule": {"learning_rate": 1e-3}}
-
-
-def test_how_often_packs_are_trained_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("data", "ranks", "sections", "said"),
+    [
+        (DATA, 8, "", ""),
+        (DATA, 1, f"train: {{iterations: 1000}}, optimizer: {{weight_decay: 1}}, {RATE}", ""),
+        (DATA, 1, DECAYED, "weight_decay 100 alone leaves 0.674% of the matrices' weights"),
+        (DATA, 64, "batch: {global_batch_size: 64}", "size 64 becomes about 640 samples"),
+        (DATA, 1, "train: {epochs: 3}, data: {path: a, repeat: false}", "the run after 39 of"),
+        (FOR_4, 2, TWO, ""),  # every second rank
+        (FOR_3, 2, TWO, "for 3 data parallel ranks (pack.order), and there are 2"),
+        (SMALL, 1, "batch: {global_batch_packs: 101}", "takes 101 packs and there are 100: each"),
+        (MIXED, 1, "", ""),
+        (MIXED, 1, "data: {path: a, order: balanced}", "a: shares of its sources change over"),
+        (DATA, 2, "model: {fsdp: true}", ""),
+        (DATA, 1, "model: {fsdp: true}", "model.fsdp=true shards nothing on one rank"),
+        (BLENDED, 2, f"{TWO}, train: {{iterations: 80}}", SHARES),
+    ],
+)
+def test_what_a_recipe_does_not_get_is_said(
+    data: PackedData, ranks: int, sections: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-    blended = ((Path("a"), 90, 0.25), (Path("b"), 10, 0.75))
-    data = replace(data_of(100, 1_000), blended=blended)
-    plan_of(data, 2, batch={"global_batch_packs": 2}, train={"iterations": 80, "epochs": 1})
-    assert "80 steps, 1.60 times all packs" in caplog.text
-    assert "75.00% of them from b: 12.00 times its 10 packs" in caplog.text
-
-
-def test_sharding_over_one_rank_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    batch = {"global_batch_packs": 2}
-    config = TransformersConfig.model_validate({**MINIMAL, "batch": batch, "model": {"fsdp": True}})
-    for ranks in (2, 1):
-        assert "fsdp" not in caplog.text
-        plan_training(config, [data_of(1_000, 8_000)], ranks)
-    assert "model.fsdp=true shards nothing on one rank" in caplog.text
+    plan_of(data, ranks, **yaml.safe_load(f"{{{sections}}}"))
+    warned = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warned) == (said != "" and "|" not in said)
+    assert all(text in caplog.text for text in said.split("|"))
 
 
 def test_frozen_language_model_and_packs_without_pictures(captions: Path, tmp_path: Path) -> None:
@@ -242,19 +219,29 @@ def test_what_a_manifest_says_of_order(captions: Path, tmp_path: Path) -> None:
     assert read_packed_data(other).ordered_for == 4
 
 
-def test_no_validation_and_random_weights_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    check_ends(LaunchConfig.model_validate({**MINIMAL, "validation": {"limit": 3}}))
-    assert "validation.limit=3 without validation.every" in caplog.text
-    assert "random weights, in the sizes of model.preset=tiny" in caplog.text
+LORA = {"model": {"lora": {}}, "schedule": {"learning_rate": 1e-5}}
+SLOW = "schedule.learning_rate=1e-05 times model.lora.alpha / rank 2 hardly moves adapters"
 
 
-def test_a_rate_at_which_adapters_hardly_move_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """The default rate with the default alpha / rank of 2."""
-    for rate in (1e-5, 1e-4):
-        content = {**MINIMAL, "model": {"lora": {}}, "schedule": {"learning_rate": rate}}
-        check_ends(TransformersConfig.model_validate(content))
-    assert caplog.text.count("hardly moves adapters") == 1
-    assert "schedule.learning_rate=1e-05 times model.lora.alpha / rank 2 " in caplog.text
+@pytest.mark.parametrize(
+    ("kind", "sections", "said"),
+    [
+        (LaunchConfig, {"validation": {"limit": 3}}, "validation.limit=3 without validation.every"),
+        (LaunchConfig, {}, "random weights, in the sizes of model.preset=tiny"),
+        (TransformersConfig, LORA, SLOW),  # the default rate with the default alpha / rank
+    ],
+)
+def test_what_a_run_lacks_is_said(
+    kind: Any, sections: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_ends(kind.model_validate({**MINIMAL, **sections}))
+    assert said in caplog.text
+    caplog.clear()
+    enough = {"schedule": {"learning_rate": 1e-4}, "model": {"checkpoint": "a"}}
+    check_ends(LaunchConfig.model_validate({**MINIMAL, **enough}))
+    enough["model"] |= {"lora": {}}
+    check_ends(TransformersConfig.model_validate({**MINIMAL, **enough}))
+    assert not caplog.records
 
 
 def test_validation_needs_data_of_its_own(
@@ -262,16 +249,14 @@ def test_validation_needs_data_of_its_own(
 ) -> None:
     """And a dataset that is blended twice is a warning."""
     check_validation(captions)
-    blend = tmp_path / "blend.yaml"
-    content = BLEND.format(captions=captions, dialogues=captions)
-    blend.write_text(content)
+    blend = blend_of(tmp_path / "blend.yaml", [captions, f"path: {captions}, weight: 3"])
+    content = blend.read_text()
     with pytest.raises(StageError, match=r"no packs in its val split; set validation\.every=0"):
         check_validation(blend)
-    blend.write_text(f"{content}  val: {{path: {captions}}}\n")
-    check_validation(blend)
-    assert not caplog.records
-    blend.write_text(f"{content}  val: {{path: {captions}, split_part: train}}\n")
-    check_validation(blend)
+    for part in ("", ", split_part: train"):
+        assert not caplog.records
+        blend.write_text(f"{content}  val: {{path: {captions}{part}}}\n")
+        check_validation(blend)
     assert "validates on what it trains on" in caplog.text
 
 
@@ -312,28 +297,24 @@ def test_rises_over_the_warmup_and_never_leaves_its_bounds(decay: str) -> None:
     least, most = ends[decay]
     assert least < values[-1] < most
     assert rates(decay, warmup=0)[0] == 1.0
+    after = 1.0 if decay == "constant" else 0.1
+    assert rates(decay, warmup=0, upto=100)[99] == pytest.approx(after)  # beyond the last step
 
 
-def test_steps_beyond_the_last_stay_at_the_minimum() -> None:
-    assert rates("cosine", warmup=0, upto=100)[99] == pytest.approx(0.1)
-
-
-def test_checkpoint_with_other_media_tokens(tmp_path: Path) -> None:
+def test_models_with_other_tokens_than_the_packs(tmp_path: Path) -> None:
     own = build_sample_encoder("qwen2_vl").media_token_ids
+
+    def checkpoint(**fields: Any) -> ModelConfig:
+        folder = tmp_path / "-".join(fields)
+        Qwen2VLConfig(**{**own, **fields}).save_pretrained(folder)
+        return ModelConfig(checkpoint=folder)
+
     for name in own:
-        folder = tmp_path / name
-        Qwen2VLConfig(**{**own, name: 5}).save_pretrained(folder)
-        with pytest.raises(
-            StageError, match=f"config.json has {name} 5, the packs .* {own[name]};"
-        ):
-            check_token_ids(ModelConfig(checkpoint=folder), own)
-    Qwen2VLConfig(**own).save_pretrained(tmp_path / "same")
-    check_token_ids(ModelConfig(checkpoint=tmp_path / "same"), own)
-
-
-def test_model_without_the_tokens_of_the_packs(tmp_path: Path) -> None:
-    own = build_sample_encoder("qwen2_vl").media_token_ids
-    Qwen2VLConfig(**own, text_config={"vocab_size": 1000}).save_pretrained(tmp_path)
-    for model in (ModelConfig(checkpoint=tmp_path), ModelConfig(text={"vocab_size": 1000})):
+        message = f"config.json has {name} 5, the packs .* {own[name]};"
+        with pytest.raises(StageError, match=message):
+            check_token_ids(checkpoint(**{name: 5}), own)
+    check_token_ids(checkpoint(), own)
+    few = {"vocab_size": 1000}
+    for model in (checkpoint(text_config=few), ModelConfig(text=few)):
         with pytest.raises(StageError, match=r"has vocab_size 1,000, and the packs hold"):
             check_token_ids(model, own)

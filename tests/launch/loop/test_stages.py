@@ -18,10 +18,10 @@ from click.testing import CliRunner
 from launch.config import LaunchConfig, load_config
 from launch.data.packed_data import largest_of, read_packed_data
 from launch.loop.metrics import StepCounts, read_metrics
-from launch.loop.plan import TrainPlan, plan_stage
+from launch.loop.plan import TrainPlan
 from launch.loop.trainer import Trainer
 from offline_packing.cli.commands import cli
-from offline_packing.errors import ConfigError, MismatchError, StageError
+from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.plan.plan import make_plan
@@ -43,9 +43,7 @@ from tests.helpers.packed_runs import (
 )
 from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.transformers_runs import (
-    Interrupted,
-)
+from tests.helpers.transformers_runs import Interrupted
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -78,7 +76,6 @@ def config_of(paths: Sequence[str], output: Path, /, **sections: Any) -> LaunchC
 
 
 def state_of(output: Path) -> Any:
-    """The newest checkpoint's."""
     return read_json(max((output / "checkpoints").glob("iter_*")) / "state.json")
 
 
@@ -152,16 +149,19 @@ def test_stages_are_trained_as_by_hand(done: Done) -> None:
     assert step == len(lines)
 
 
-def test_each_stage_validates_on_its_own_packs(done: Done) -> None:
+def test_each_stage_validates_on_its_own_packs_and_is_named(done: Done) -> None:
     lines = read_metrics(done.config.output.path / "metrics.jsonl")
     val = [read_packed_data(path).num_val_packs for path in done.config.data.paths]
     assert len(set(val)) > 1
     bounds = done.plan.bounds
-    for line in lines:
-        if "validation_packs" in line:
-            stage = next(n for n in range(3) if line["iteration"] <= bounds[n + 1])
-            assert line["validation_packs"] == val[stage]
-    assert sum("validation_packs" in line for line in lines) == -(-bounds[-1] // 3)
+    validated = {n["iteration"]: n["validation_packs"] for n in lines if "validation_packs" in n}
+    for step, packs in validated.items():
+        assert packs == next(val[n] for n in range(3) if step <= bounds[n + 1])
+    assert len(validated) == -(-bounds[-1] // 3)
+    state = state_of(done.config.output.path)
+    assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
+    assert state["begins"] == list(bounds[:-1])
+    assert packs_of(state) == collections.Counter(done.keys)
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -170,16 +170,12 @@ def test_a_run_killed_in_a_stage_goes_on(
 ) -> None:
     """As if nothing had happened, to the last bit; in the second, or between the last step of the
     first and the next."""
-    config = done.config.model_copy(
-        update={"output": done.config.output.model_copy(update={"path": tmp_path})}
-    )
     bounds, (first, second, _) = done.plan.bounds, done.plan.stages
+    every = {"every": bounds[1]} if between else {"every": 2}
+    sections: dict[str, Any] = {"validation": {"every": 3}, "checkpoint": every}
+    config = config_of(done.config.data.paths, tmp_path, **sections)
     fail_at = first.iterations * first.packs_per_step + 1
-    if between:
-        every = config.checkpoint.model_copy(update={"every": bounds[1]})
-        config = config.model_copy(update={"checkpoint": every})
-    else:
-        fail_at += 2 * second.packs_per_step
+    fail_at += 0 if between else 2 * second.packs_per_step
     killed, _, _ = make_trainer(config, fail_at=fail_at)
     with pytest.raises(KilledError):
         killed.run()
@@ -195,13 +191,6 @@ def test_a_run_killed_in_a_stage_goes_on(
     assert seen.keys == done.keys[-len(seen.keys) :]
     assert state_of(tmp_path)["trained"] == state_of(done.config.output.path)["trained"]
     assert f"stage 3, steps {bounds[2] + 1} to {bounds[3]}: {config.data.paths[2]}" in caplog.text
-
-
-def test_the_state_names_what_was_trained(done: Done) -> None:
-    state = state_of(done.config.output.path)
-    assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
-    assert state["begins"] == list(done.plan.bounds[:-1])
-    assert packs_of(state) == collections.Counter(done.keys)
 
 
 def resumed(config: LaunchConfig, *accept: str) -> Any:
@@ -234,7 +223,7 @@ def test_a_list_is_extended(stages: list[str], done: Done, tmp_path: Path) -> No
     assert last._plan == whole._plan
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert state_of(tmp_path / "run")["trained"] == state_of(tmp_path / "whole")["trained"]
-    with pytest.raises(MismatchError, match=r"data\.packs was those of .*512.*, is those of"):
+    with pytest.raises(StageError, match=r"data\.packs was those of .*512.*, is those of"):
         make_trainer(config_of([a, b], tmp_path / "run", **constant))[0].resume()
 
 
@@ -251,12 +240,12 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     moments = {n: t.full_tensor().clone() for n, t in trainer._optimizer.state()["exp_avg"].items()}
     data = {"order": "balanced", "micro_batch_size": 2}
     other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
-    with pytest.raises(MismatchError) as refused:
+    with pytest.raises(StageError) as refused:
         make_trainer(other)[0].resume()
-    head, *lines = str(refused.value).splitlines()
+    text = str(refused.value)
     names = ["data.micro_batch_size", "data.order", "data.packs", "train.iterations"]
-    assert all(f"--accept-mismatch {name}" in head for name in names)
-    assert any(f"data.packs was those of {a} (" in line for line in lines)
+    assert all(f"--accept-mismatch {name}" in text for name in names)
+    assert f"data.packs was those of {a} (" in text
     accept = [*names, "batch.global_batch_packs"]
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
@@ -291,7 +280,7 @@ def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: 
     with pytest.raises(ValueError, match=r"train\.iterations=1 counts all steps, and 1 are done"):
         trainer.resume()
     other = config_of(stages[:1], tmp_path, data={"order": "balanced"}, **one)
-    with pytest.raises(MismatchError, match=r"data\.order must be the same to resume"):
+    with pytest.raises(StageError, match=r"data\.order must be the same to resume"):
         make_trainer(other)[0].resume()
     with pytest.raises(ConfigError, match=r"--accept-mismatch data\.order: must be the same"):
         make_trainer(other, accept=["data.order"])[0].resume()
@@ -330,28 +319,6 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     assert len(keys) == sizes[2]
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"train": {"iterations": 3}}, "take train.epochs passes each: leave out train.iterations"),
-        (
-            {"data": {"repeat": False}, "train": {"iterations": None, "epochs": 2}},
-            "for more than one pass set data.repeat=true",
-        ),
-        ({"data": {"online": {"seq_length": 64}}}, "online packs while training, without stages"),
-        ({"output": {"path": "out/b"}}, "output.path 'out/b' is data.path"),
-        ({"data": {"path": ["out/a", 5]}}, r"\['out/a', 5\] is not a path or a list of paths"),
-        ({"data": {"path": []}}, r"\[\] is not a path or"),
-        ({"data": {"path": ["s3:/out/a", "out/b"]}}, "'s3:/out/a' lacks a slash; write s3://"),
-    ],
-)
-def test_what_stages_cannot_be_is_refused(
-    sections: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_of(["out/a", "out/b"], tmp_path, **sections)
-
-
 def test_a_list_on_the_command_line(tmp_path: Path) -> None:
     """With one path they are its own."""
     (tmp_path / "run.yaml").write_text("batch: {global_batch_packs: 2}\noutput: {path: out}\n")
@@ -363,21 +330,16 @@ def test_a_list_on_the_command_line(tmp_path: Path) -> None:
         assert LaunchConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_stages_measured_differently_are_refused(stages: list[str]) -> None:
-    data = [read_packed_data(path) for path in stages]
-    other = replace(data[1], model=data[1].model.model_copy(update={"max_pixels": 12_544}))
-    with pytest.raises(StageError, match=r"data.path: .*192.* with max_pixels 50176, .* 12544"):
-        largest_of(stages, [data[0], other, data[2]])
-
-
 def test_the_largest_of_each_measure(stages: list[str]) -> None:
-    """By which the model is built."""
+    """By which the model is built; stages must be measured alike."""
     data = [read_packed_data(path) for path in stages]
-    found = largest_of(stages, data)
-    assert found.seq_length == max(SEQ_LENGTHS)
+    assert largest_of(stages, data).seq_length == max(SEQ_LENGTHS)
     bare = replace(data[0], has_media=False)
     assert largest_of(stages[:2], [bare, data[1]]).has_media
     assert largest_of(stages[:1], [bare]) is bare
+    other = replace(data[1], model=data[1].model.model_copy(update={"max_pixels": 12_544}))
+    with pytest.raises(StageError, match=r"data.path: .*192.* with max_pixels 50176, .* 12544"):
+        largest_of(stages, [data[0], other, data[2]])
 
 
 def test_stages_of_several_tasks(
@@ -391,35 +353,23 @@ def test_stages_of_several_tasks(
     assert {*seen.keys} == {p.key for path in (captions, stages[2]) for p in PackedFolder(path)}
 
 
-def test_balanced_packs_of_a_mixture_are_warned_of(
-    stages: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    data = replace(read_packed_data(stages[0]), has_mixture=True)
-    for order in ("written", "balanced"):
-        caplog.clear()
-        plan_stage(config_of(stages[:1], Path("out"), data={"order": order}), data, 1)
-        said = f"{stages[0]}: shares of its sources change over the packs" in caplog.text
-        assert said == (order == "balanced")
-
-
 NAMES = ("short", "long")
 
 
 def index_of(root: Path) -> Path:
     """An index of two sources."""
+    own = {"format": "pairs", "task": "bmr"}
     sources = [
-        {"format": "pairs", "path": str(mixed_pairs(root / name, 90, seed)), "task": "bmr"}
+        own | {"name": name, "path": str(mixed_pairs(root / name, 90, seed))}
         for seed, name in enumerate(NAMES)
     ]
-    named = [{**one, "name": name} for one, name in zip(sources, NAMES, strict=True)]
-    measure(make_run(named, root / "all"))
+    measure(make_run(sources, root / "all"))
     return root / "all"
 
 
 def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = (), **pack: Any) -> Run:
-    sources = [
-        {"format": "index", "path": str(index), "name": name, "skip": skip} for name in NAMES
-    ]
+    own = {"format": "index", "path": str(index), "skip": skip}
+    sources = [own | {"name": name} for name in NAMES]
     return make_run(sources, output, pack={"seq_length": seq_length, **pack})
 
 
@@ -430,9 +380,7 @@ def mixture(short: float, later: float) -> dict[str, Any]:
 
 def run_of(packs: Path, output: Path) -> LaunchConfig:
     batch = {"global_batch_packs": 4, "global_batch_size": None}
-    return make_config(
-        packs, output, batch=batch, train={"iterations": None}, checkpoint={"every": 2}
-    )
+    return config_of([str(packs)], output, batch=batch)
 
 
 def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
@@ -486,7 +434,7 @@ def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
     packs, accept = tmp_path / "b", ("data.packs",)
     ranks = run_ranks(2, tmp_path / "two", leg, packs, output, 13, accept)
     b_keys = [key for own in ranks for key in own]
-    # Killed at the second pack of step 15: step 14 was saved, and is not trained again.
+    # Killed at the second pack of step 15; step 14 was saved.
     trainer, seen, _ = make_trainer(run_of(packs, output), fail_at=5)
     trainer.resume()
     with pytest.raises(KilledError):
@@ -512,20 +460,22 @@ def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
 
 
 def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
-    index = index_of(tmp_path)
     skip = {"trained": str(tmp_path / "other")}
+
+    def refused(run: Run, message: str) -> None:
+        measure(run)
+        with pytest.raises(StageError, match=message):
+            make_plan(run, open_index(run))
+
+    index = index_of(tmp_path)
     run = stage_of(index, tmp_path / "b", 512, skip=skip)
-    measure(run)
-    with pytest.raises(StageError, match="has no checkpoint that names packs: only"):
-        make_plan(run, open_index(run))
+    refused(run, "has no checkpoint that names packs: only")
     # packs of another source
     other = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "d", 12, 3)), "task": "bmr"}
     pack_all(make_run(other, tmp_path / "packed", pack={"seq_length": 256}))
     leg(tmp_path / "packed", tmp_path / "other", 1)
     again = stage_of(index, tmp_path / "e", 512, skip=skip)
-    measure(again)
-    with pytest.raises(StageError, match=r"no pack that .*other trained is of .*short"):
-        make_plan(again, open_index(again))
+    refused(again, r"no pack that .*other trained is of .*short")
     # packs that were written anew since
     own = {**other, "skip": [skip]}
     same = make_run(own, tmp_path / "f", pack={"seq_length": 256})
@@ -533,6 +483,4 @@ def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
     change = {"seq_length": 256, "seed": 1}
     pack_all(make_run(other, tmp_path / "packed", pack=change, output={"overwrite": True}))
     anew = make_run(own, tmp_path / "g", pack={"seq_length": 256})
-    measure(anew)
-    with pytest.raises(StageError, match="packed, which are gone or packed anew since"):
-        make_plan(anew, open_index(anew))
+    refused(anew, "packed, which are gone or packed anew since")

@@ -13,14 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
 from torch import distributed as dist
 
 from launch.loop.loss import shift_labels
-from launch.loop.parallel import (
-    initialize_parallel,
-)
+from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.context_parallel import part_of_rank
 from launch.model.megatron.model import PackedMegatronModel, build_model, check_supported
@@ -33,6 +30,7 @@ from tests.helpers.tiny_checkpoints import (
     forward,
     gathered_gradients,
     packed_batch,
+    params_of,
     row_samples,
     transformers_model,
     write_checkpoint,
@@ -44,14 +42,9 @@ ROWS = ("mixed", "images_and_videos")
 Cases = dict[tuple[str, str], Any]
 
 
-def row_of(lengths: Sequence[int]) -> PackedSeqParams:
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return PackedSeqParams(cu_seqlens_q=cu_seqlens, max_seqlen_q=max(lengths))
-
-
 def test_segments_are_cut_zigzag() -> None:
     """As in the module's example."""
-    parts = [part_of_rank(row_of([4, 8]), 2, rank) for rank in range(2)]
+    parts = [part_of_rank(params_of([4, 8]), 2, rank) for rank in range(2)]
     assert [part.own.tolist() for part in parts] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
     assert parts[1].cu_seqlens_q.tolist() == [0, 1, 2, 4, 6]
     assert parts[1].cu_seqlens_kv.tolist() == [0, 2, 5, 9, 15]
@@ -59,7 +52,7 @@ def test_segments_are_cut_zigzag() -> None:
 
 def test_segments_of_other_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"segments of \[4, 6\] tokens .* \(pad_multiple=4\)"):
-        part_of_rank(row_of([4, 6]), 2, 0)
+        part_of_rank(params_of([4, 6]), 2, 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -183,10 +176,7 @@ def examine_rank(source: Path, target: Path) -> dict[str, Any]:
         if not getattr(parameter, "tensor_model_parallel", False)
     ]
     same = [equal_on_all_ranks(gradients[name]) for name in replicated]
-    return {
-        "weights": weights,
-        "same": same,
-    }
+    return {"weights": weights, "same": same}
 
 
 def test_two_ranks_hold_one_model(tmp_path: Path) -> None:

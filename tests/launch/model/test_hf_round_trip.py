@@ -11,19 +11,11 @@ from safetensors.torch import load_file, save_file
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.model import build_model, check_supported
-from launch.model.megatron.weights import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    gather_weights,
-    weight_files,
-    write_checkpoint,
-)
+from launch.model.megatron.weights import gather_weights, weight_files, write_checkpoint
 from tests.helpers import tiny_checkpoints
-from tests.helpers.tiny_checkpoints import (
-    all_tensors,
-    assert_same_tensors,
-    transformers_model,
-)
+from tests.helpers.tiny_checkpoints import all_tensors, assert_same_tensors, transformers_model
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def round_trip(source: Path, family: str, target: Path, dtype: str) -> None:

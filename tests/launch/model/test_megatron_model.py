@@ -31,6 +31,7 @@ from tests.helpers.tiny_checkpoints import (
     IMAGE,
     VOCAB_SIZE,
     forward,
+    gradients_of,
     packed_batch,
     row_samples,
     transformers_model,
@@ -60,10 +61,6 @@ def token_losses(
     model: PackedMegatronModel, batch: PackedBatch, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
     return forward(model, batch, shift_labels(batch.labels) if labels is None else labels)
-
-
-def gradients(model: PackedMegatronModel) -> dict[str, torch.Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_apex_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +93,7 @@ def test_recompute_keeps_less_and_changes_no_bit(family: str) -> None:
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept_bytes[recompute] = sum(size for key, size in kept.items() if key not in weights)
         losses.sum().backward()
-        found[recompute] = losses, gradients(model)
+        found[recompute] = losses, gradients_of(model)
     losses, expected = found["none"]
     assert torch.equal(found["full"][0], losses)
     assert set(found["full"][1]) == set(expected)
@@ -109,15 +106,15 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     model, batch = build(), batch_of("mixed")
     expected = token_losses(model, batch)
     expected.sum().backward()
-    expected_gradients = {name: g.clone() for name, g in gradients(model).items()}
-    model.zero_grad()
+    expected_gradients = gradients_of(model)
     assert int((expected > 0).sum()) > 2 * 16
     monkeypatch.setattr("launch.model.packed_model.LOSS_CHUNK", 16)
     found = token_losses(model, batch)
     found.sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    own = gradients_of(model)
     for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(gradients(model)[name], gradient, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(own[name], gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,15 +139,19 @@ def test_fused_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as they are, not compiled."""
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
     batch, found = batch_of("mixed"), []
-    choose = megatron_model._fusions
+    config_of = megatron_model.transformer_config
     for fused in (False, True):
-        monkeypatch.setattr(megatron_model, "_fusions", lambda fused, own=fused: choose(fused=own))
+
+        def choose(*given: Any, fused: bool, own: bool = fused, **options: Any) -> Any:
+            return config_of(*given, fused=own, **options)
+
+        monkeypatch.setattr(megatron_model, "transformer_config", choose)
         model = build()
         losses = token_losses(model, batch)
         losses.sum().backward()
         core = model.language_model.config
         assert (core.bias_activation_fusion, core.bias_dropout_fusion) == (fused, fused)
-        found.append((losses, gradients(model)))
+        found.append((losses, gradients_of(model)))
     (expected, expected_gradients), (losses, own) = found
     torch.testing.assert_close(losses, expected, atol=1e-5, rtol=0)
     for name, gradient in expected_gradients.items():
@@ -193,7 +194,7 @@ def test_a_row_without_labels_is_finite(row: str) -> None:
     losses.sum().backward()
     assert losses.shape == batch.tokens.shape
     assert not losses.any()
-    found = gradients(model)
+    found = gradients_of(model)
     assert len(found) > 12
     assert all(not gradient.any() for gradient in found.values())
 
@@ -212,7 +213,7 @@ def test_frozen_parts_get_no_gradient(parts: list[str], row: str) -> None:
     model, batch = build(freeze=parts), batch_of(row)
     token_losses(model, batch).sum().backward()
     trained = set()
-    for name, gradient in gradients(model).items():
+    for name, gradient in gradients_of(model).items():
         assert torch.isfinite(gradient).all()
         if name.startswith("visual.merger."):
             trained.add("projector")

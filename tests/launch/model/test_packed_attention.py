@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.packed_seq_params import PackedSeqParams
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from launch.model.megatron.attention import PackedCoreAttention
 from launch.model.packed_attention import (
@@ -21,6 +22,7 @@ from launch.model.packed_attention import (
     register_attention,
     select_backend,
 )
+from tests.helpers.tiny_checkpoints import params_of
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -99,21 +101,10 @@ def core_attention(backend: str = "sdpa", **config: Any) -> PackedCoreAttention:
     return PackedCoreAttention(types.SimpleNamespace(**values), 1, None, "self", backend=backend)
 
 
-def packed_seq_params(lengths: Sequence[int], **fields: Any) -> PackedSeqParams:
-    cu_seqlens = boundaries(lengths)
-    return PackedSeqParams(
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        **fields,
-    )
-
-
 def test_core_attention_takes_megatrons_rows() -> None:
     lengths = [3, 1, 7]
     tensors = random_tensors((11, 4, 8), (11, 2, 8), (11, 2, 8))
-    rows = packed_seq_params(lengths, qkv_format="sbhd")
+    rows = params_of(lengths, qkv_format="sbhd")
     found = core_attention()(*(t[:, None] for t in tensors), None, packed_seq_params=rows)
     expected = masked_attention(*tensors, lengths, causal=True, scale=8**-0.5)
     torch.testing.assert_close(found[:, 0], expected.flatten(1), atol=1e-5, rtol=1e-5)
@@ -160,11 +151,6 @@ def test_a_package_that_fails_to_load_is_not_used(
 def test_the_vision_tower_gets_the_whole_row_with_its_boundaries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
-        Qwen2VisionTransformerPretrainedModel,
-    )
-
     config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=16, num_heads=2)
     tower = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
     grids = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])

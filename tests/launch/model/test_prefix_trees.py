@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3_5Config, Qwen3NextConfig
 
@@ -19,7 +18,7 @@ from launch.model import segments
 from launch.model.config import ModelConfig
 from launch.model.megatron.model import build_model
 from launch.model.packed_attention import CAUSAL, KERNELS
-from launch.model.prefix_trees import row_trees, segment_params
+from launch.model.prefix_trees import RowTrees, row_trees, segment_params
 from launch.model.segments import check_layers, isolate_segments, use_tree_attention
 from launch.model.transformers_model import PackedTransformersModel
 from task_encoders.energon_samples import PackedBatch
@@ -34,7 +33,9 @@ from tests.helpers.tiny_checkpoints import (
     NORMALISATION,
     VISION_END,
     forward,
+    gradients_of,
     packed_batch,
+    params_of,
     random_sample,
     row_samples,
     transformers_model,
@@ -43,44 +44,29 @@ from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_mo
 from tests.helpers.varlen import CpuVarlen
 
 
-def boundaries(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-
-
-def params_of(lengths: Sequence[int]) -> PackedSeqParams:
-    ends, longest = boundaries(lengths), max(lengths)
-    return PackedSeqParams(
-        qkv_format="sbhd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def trees_of(
+    lengths: Sequence[int], parents: Sequence[int], padded: Sequence[int] = ()
+) -> RowTrees:
+    """Return the trees of a row with padding at these places."""
+    padding = torch.zeros(sum(lengths), dtype=torch.bool)
+    padding[list(padded)] = True
+    return row_trees(params_of(lengths, qkv_format="sbhd"), torch.tensor(parents), padding)
 
 
 def test_the_example_of_the_module() -> None:
-    trees = row_trees(
-        params_of([4, 2, 3]), torch.tensor([-1, 0, 0]), torch.zeros(9, dtype=torch.bool)
-    )
+    trees = trees_of([4, 2, 3], [-1, 0, 0])
     assert trees.cu_seqlens_q.tolist() == [0, 4, 6, 9]
     assert trees.cu_seqlens_kv.tolist() == [0, 4, 10, 17]
     assert trees.keys.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 8]
     assert (trees.max_seqlen_q, trees.max_seqlen_kv) == (4, 7)
-
-
-def test_keys_leave_out_a_trunks_padding() -> None:
-    padding = torch.tensor([False, False, True, False, True])
-    trees = row_trees(params_of([3, 2]), torch.tensor([-1, 0]), padding)
-    assert trees.keys.tolist() == [0, 1, 2, 0, 1, 3, 4]
+    # keys leave out a trunk's padding
+    assert trees_of([3, 2], [-1, 0], padded=[2, 4]).keys.tolist() == [0, 1, 2, 0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("parents", [[0, -1], [-1, 0, 1], [1, -1], [-1, 0, 3], [-1, -2]])
 def test_branches_follow_their_trunk(parents: list[int]) -> None:
-    lengths = [2] * len(parents)
     with pytest.raises(ValueError, match="are not trunks that stand before"):
-        row_trees(
-            params_of(lengths), torch.tensor(parents), torch.zeros(sum(lengths), dtype=torch.bool)
-        )
+        trees_of([2] * len(parents), parents)
 
 
 @pytest.mark.parametrize(("backend", "groups"), [("sdpa", 4), ("sdpa", 2), ("torch_varlen", 2)])
@@ -88,9 +74,8 @@ def test_gathered_keys_are_gathered_again(
     backend: str, groups: int, varlen: CpuVarlen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not kept for the backward pass, but for copies that torch's own makes of fewer groups."""
-    lengths, parents = [64, *[4] * 32], torch.tensor([-1, *[0] * 32])
-    padding = torch.zeros(sum(lengths), dtype=torch.bool)
-    trees = row_trees(params_of(lengths), parents, padding)
+    lengths = [64, *[4] * 32]
+    trees = trees_of(lengths, [-1, *[0] * 32])
     generator = torch.Generator().manual_seed(0)
     shapes = (sum(lengths), 4, 8), (sum(lengths), groups, 8), (sum(lengths), groups, 8)
     leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
@@ -172,30 +157,24 @@ def test_branches_equal_their_samples_alone(family: str, multiple: int, tmp_path
     initialize_parallel(1)
     reference = transformers_model(family, tied=True)
     reference.save_pretrained(tmp_path)
-    model = build_model(
-        ModelConfig(family=family, checkpoint=tmp_path), device=torch.device("cpu")
-    ).train()
+    config = ModelConfig(family=family, checkpoint=tmp_path)
+    model = build_model(config, device=torch.device("cpu")).train()
     base = random_sample(reference, 12, [(4, 6)], 1)
     length = int((base.tokens == VISION_END).argmax()) + 1
     samples = [
         with_tail(reference, base, length, tail, seed) for seed, tail in enumerate([7, 3, 11, 2])
     ]
     other = row_samples(reference, "mixed")
-    model.zero_grad()
-    losses = forward(
-        model,
-        packed_batch([*samples, *other]),
-        shift_labels(packed_batch([*samples, *other]).labels),
-    )
+    whole = packed_batch([*samples, *other])
+    losses = forward(model, whole, shift_labels(whole.labels))
     losses.sum().backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
+    gradients = gradients_of(model)
     segments = [*as_tree(samples, length, 1, 0, {}), *other]
     parents = [-1, *[0] * len(samples), *[-1] * len(other)]
     batch = packed_batch(segments, parents=parents, multiple=multiple)
     found = tree_forward(model, batch)
     found.sum().backward()
-    assert len(batch.tokens[0]) < sum(len(one.tokens) for one in [*samples, *other]) or multiple > 1
+    assert batch.tokens.shape[1] < whole.tokens.shape[1] or multiple > 1
     torch.testing.assert_close(found[found > 0], losses[losses > 0], atol=1e-5, rtol=1e-5)
     for name, gradient in gradients.items():
         own = dict(model.named_parameters())[name].grad
@@ -239,8 +218,7 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     alone = packed_batch([*others, *samples])
     expected = forward(packed, alone, shift_labels(alone.labels))
     expected.sum().backward()
-    gradients = {n: p.grad.clone() for n, p in packed.named_parameters() if p.grad is not None}
-    packed.zero_grad()
+    gradients = gradients_of(packed)
     segments = [*others, *as_tree(samples, shared, 1, 0, {})]
     parents = [-1] * len(others) + [-1] + [len(others)] * len(samples)
     batch = packed_batch(segments, parents=parents)
@@ -259,9 +237,8 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
         own = dict(packed.named_parameters())[name].grad
         assert own is not None
         assert (own - gradient).norm() < limit * gradient.norm() + 1e-7, name
-    leaking = forward(
-        packed, replace(batch, parents=batch.parents[:, :0]), shift_labels(batch.labels)
-    )
+    plain = replace(batch, parents=batch.parents[:, :0])
+    leaking = forward(packed, plain, shift_labels(batch.labels))
     assert (leaking[found > 0] - expected[expected > 0]).abs().max() > 0.5
 
 
@@ -349,7 +326,7 @@ def test_recurrent_branches_equal_their_samples_alone(
         expected += [recurrent(one, segment_params(one))[0, trunk:] for one in batches]
     recurrent.zero_grad()
     objective(expected).backward()
-    gradients = {n: p.grad.clone() for n, p in recurrent.named_parameters() if p.grad is not None}
+    gradients = gradients_of(recurrent)
     assert sum("linear_attn" in name for name in gradients) == 3 * 9
     if kernels == "fla":
         has_stand_in(monkeypatch)

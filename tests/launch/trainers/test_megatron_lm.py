@@ -77,11 +77,9 @@ def test_every_rank_receives_what_the_first_has_read(tmp_path: Path) -> None:
         for ours, theirs in zip(received, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(ours[name], value)
-                    assert ours[name].dtype == value.dtype
-                else:
-                    assert ours[name] == value
+                is_tensor = isinstance(value, torch.Tensor)
+                assert torch.equal(ours[name], value) if is_tensor else ours[name] == value
+                assert not is_tensor or ours[name].dtype == value.dtype
 
 
 class OwnTaskEncoder(PackedTaskEncoder):
@@ -100,12 +98,8 @@ def own_losses(checkpoint: Path, context: int) -> tuple[list[float], list[int]]:
     device = initialize_parallel(context_parallel=context)
     reference = transformers_model("qwen2_vl", tied=False)
     batches = [packed_batch(row_samples(reference, row), multiple=4) for row in ROWS]
-    model = build_model(
-        ModelConfig(checkpoint=checkpoint),
-        device=device,
-        shares_rows=context > 1,
-        layers_config=lambda config: config,
-    )
+    layers: Any = {"shares_rows": context > 1, "layers_config": lambda config: config}
+    model = build_model(ModelConfig(checkpoint=checkpoint), device=device, **layers)
     data_iterator = iter(batches) if torch.distributed.get_rank() == 0 else None
     sums, counts = [], []
     for _ in ROWS:
@@ -210,19 +204,13 @@ def test_a_saved_state_gives_the_rest(tmp_path: Path) -> None:
         assert next(restored).__key__ + next(restored).__key__ == keys[step + 1 : step + 3]
 
 
-class OtherTaskEncoder(PackedTaskEncoder):
-    """Somebody's."""
-
-
-def test_validation_and_an_encoder_of_ones_own(
-    captions: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_with_ones_own_encoder(captions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
     monkeypatch.delenv("OFFLINE_PACKING_BMR", raising=False)  # of other tests of the module
     initialize_parallel()
-    config = DataConfig(path=str(captions), task_encoder=f"{__name__}:OtherTaskEncoder")
+    config = DataConfig(path=str(captions), task_encoder=f"{__name__}:OwnTaskEncoder")
     encoder = build_task_encoder(config, read_packed_data(captions))
-    assert isinstance(encoder, OtherTaskEncoder)
+    assert isinstance(encoder, OwnTaskEncoder)
     _, validation, _ = build_dataloaders(arguments(captions, eval_iters=1), encoder)
     assert validation is not None
     assert next(validation[0]).num_tokens > 0

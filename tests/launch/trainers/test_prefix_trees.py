@@ -18,6 +18,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, packed_trainer, row_of_trees
 from tests.helpers.peers import open_packs, samples_alone
 from tests.helpers.shared_media import few_trees
+from tests.helpers.tiny_checkpoints import gradients_of
 from tests.world import World
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -42,13 +43,6 @@ def case(request: pytest.FixtureRequest, world: World) -> Case:
     return Case(*few_trees(world, getattr(request, "param", "qwen2_vl")))
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    assert len(found) > 10
-    return found
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,6 +60,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
     alone = torch.cat([losses_of(model, sample) for sample in samples])
     alone.mean().backward()
     gradients = gradients_of(model)
+    assert len(gradients) > 10
     assert len(samples) == 17
     # Where samples begin elsewhere in a recurrence's chunks, sums have another order.
     is_recurrent = model.config.model_type == "qwen3_5"
@@ -97,14 +92,6 @@ def test_a_changed_branch_changes_no_other(case: Case, tmp_path: Path) -> None:
         assert not differs.any()
 
 
-def dropped(parents: list[int]) -> list[int]:
-    return []
-
-
-def shifted(parents: list[int]) -> list[int]:
-    return [-1, *parents[:-1]]
-
-
 def of_neighbours(parents: list[int]) -> list[int]:
     """Branches of every tree but the first at the trunk before theirs."""
     trunks = sorted({*parents} - {-1})
@@ -112,18 +99,23 @@ def of_neighbours(parents: list[int]) -> list[int]:
     return [before.get(parent, parent) for parent in parents]
 
 
-@pytest.mark.parametrize("mistake", [dropped, shifted, of_neighbours])
+MISTAKES: dict[str, Callable[[list[int]], list[int]]] = {
+    "dropped": lambda parents: [],
+    "shifted": lambda parents: [-1, *parents[:-1]],
+    "of neighbours": of_neighbours,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 @torch.no_grad()
-def test_other_parents_are_noticed(
-    mistake: Callable[[list[int]], list[int]], case: Case, tmp_path: Path
-) -> None:
+def test_other_parents_are_noticed(mistake: str, case: Case, tmp_path: Path) -> None:
     packs = case.packs()
     run, collated = packed_trainer(tmp_path, case.model().eval(), packs), row_of_trees(packs)
     batch: PackedBatch = collated["batch"]
     right = losses_of(run.model, run._prepare_inputs(collated))
-    parents = mistake(batch.parents[0].tolist())
+    parents = MISTAKES[mistake](batch.parents[0].tolist())
     collated["batch"] = replace(batch, parents=torch.tensor([parents], dtype=torch.int32))
-    if mistake is shifted:
+    if mistake == "shifted":
         with pytest.raises(ValueError, match="are not trunks that stand before branches"):
             run._prepare_inputs(collated)
         return

@@ -1,5 +1,5 @@
 """The command line as a user sees it: output, one-line errors, exit status. init: every format is
-recognised by what lies there, and what is written can be run."""
+recognised by its files, and what is written can be run."""
 
 import json
 import logging
@@ -20,7 +20,6 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from offline_packing.config.packing import load_config
-from offline_packing.measure.measure import measure
 from offline_packing.sources.recognise import recognise
 from task_encoders.storage.paths import REMEDY
 from tests.helpers import formats
@@ -30,7 +29,6 @@ from tests.helpers.datasets import (
     config_file,
     dialogue,
     make_config,
-    make_run,
     write_json,
 )
 from tests.helpers.formats import lines, tar_bytes, write_file
@@ -74,12 +72,11 @@ def test_preview(config: Path, tmp_path: Path) -> None:
     assert page.read_text().count("<h2>ps_") == 3
 
 
-@pytest.mark.parametrize("name", ["preview", "set-aside", "status"])
-def test_verbs_that_only_look_offer_nothing_that_writes(name: str) -> None:
-    shown = invoke(name, "--help").stdout
-    assert "--dry-run" not in shown
-    assert "--accept-mismatch" not in shown
-    assert "--accept-mismatch" in invoke("plan", "--help").stdout
+def test_verbs_that_only_look_offer_nothing_that_writes() -> None:
+    for name in ("preview", "set-aside", "status", "plan"):
+        shown = invoke(name, "--help").stdout
+        assert ("--dry-run" in shown, "--accept-mismatch" in shown) == (name == "plan",) * 2
+    assert "hash_bucket: phases" in shown  # options of strategies
 
 
 def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
@@ -129,11 +126,7 @@ def test_a_complete_output_of_copies(config: Path, tmp_path: Path) -> None:
         ("run CONFIG source.path=nowhere", 1, "error: source path 'nowhere' does not exist"),
         ("run CONFIG output.path=DATA/out", 2, "lies inside source.path"),
         ("plan CONFIG", 1, "error: no complete index in"),
-        (
-            "run CONFIG pack.seq_length=20",
-            1,
-            "tokens > seq_length 20; raise pack.seq_length or lower model.max_pixels\n",
-        ),
+        ("run CONFIG pack.seq_length=20", 1, "; raise pack.seq_length or lower model.max_pixels\n"),
         ("pack CONFIG", 2, "No such command 'pack'"),
         ("run", 2, "Missing argument 'CONFIG'"),
         ("index nowhere", 2, "'nowhere' does not exist"),
@@ -184,15 +177,15 @@ def test_unexpected_errors_are_one_line(
         command("run", config, "--debug")
 
 
-@pytest.mark.parametrize("width", [60, 100])
-def test_help_is_whole(width: int) -> None:
+def test_help_is_whole() -> None:
     """No sentence is cut, however narrow the terminal."""
-    text = CliRunner().invoke(cli, ["--help"], terminal_width=width).stdout
-    listed = "".join(text.partition("Commands:\n")[2].split())
-    assert "..." not in listed
-    for name, command in cli.commands.items():
-        sentence = (command.help or "").split("\n\n")[0]
-        assert "".join(f"{name} {sentence}".split()) in listed
+    for width in (60, 100):
+        text = CliRunner().invoke(cli, ["--help"], terminal_width=width).stdout
+        listed = "".join(text.partition("Commands:\n")[2].split())
+        assert "..." not in listed
+        for name, command in cli.commands.items():
+            sentence = (command.help or "").split("\n\n")[0]
+            assert "".join(f"{name} {sentence}".split()) in listed
 
 
 def test_a_shell_completes_verbs_and_options() -> None:
@@ -332,34 +325,26 @@ def test_scripts_are_listed() -> None:
     ]  # fmt: skip
     assert "Fine-tune Qwen2-VL" in lines[-1]
 
-
-@pytest.mark.parametrize("name", ["sft_qwen2_vl", "sft_qwen2_vl.sh", "slurm_sft.sbatch"])
-def test_paths_are_printed(name: str) -> None:
-    path = Path(invoke("launch", "--print", name).output.strip())
-    assert path.parent == FOLDER
-    assert path.name.startswith(name)
-    assert path.is_file()
+    for name in ("sft_qwen2_vl", "sft_qwen2_vl.sh", "slurm_sft.sbatch"):
+        path = Path(invoke("launch", "--print", name).output.strip())
+        assert (path.parent, path.is_file()) == (FOLDER, True)
+        assert path.name.startswith(name)
 
 
 def test_a_script_takes_the_place_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all arguments, options of its own among them, and this Python before others."""
+    """With all arguments, options of its own among them, and this Python before others. A file that
+    is not for bash is not run."""
     called: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execvp", lambda file, arguments: called.append((file, arguments)))
     monkeypatch.setenv("PATH", "/elsewhere")
-    invoke("launch", "sft_qwen2_vl", "data.path=x", "--accept-mismatch", "train.epochs")
-    script = str(FOLDER / "sft_qwen2_vl.sh")
-    assert called == [
-        ("bash", ["bash", script, "data.path=x", "--accept-mismatch", "train.epochs"])
-    ]
+    given = ["data.path=x", "--accept-mismatch", "train.epochs"]
+    invoke("launch", "sft_qwen2_vl", *given)
+    for name in ("sft.yaml", "slurm_sft.sbatch"):
+        result = CliRunner().invoke(cli, ["launch", name])
+        assert result.exit_code == 1
+        assert f"{name} is not run with bash; --print says where it is" in result.output
+    assert called == [("bash", ["bash", str(FOLDER / "sft_qwen2_vl.sh"), *given])]
     assert os.environ["PATH"].endswith(":/elsewhere")
-
-
-@pytest.mark.parametrize("name", ["sft.yaml", "slurm_sft.sbatch"])
-def test_what_is_not_for_bash_is_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("run"))
-    result = CliRunner().invoke(cli, ["launch", name])
-    assert result.exit_code == 1
-    assert f"{name} is not run with bash; --print says where it is" in result.output
 
 
 SAMPLES = formats.draw_samples(4)
@@ -377,38 +362,25 @@ def test_formats_are_recognised(name: str, tmp_path: Path) -> None:
 
 
 def test_the_task_is_told_from_the_records(tmp_path: Path) -> None:
-    tasks = {}
-    for name, record in (
-        ("dialogues", {"messages": dialogue("a", "b")}),
-        ("questions", {"question": "a", "answer": "b"}),
-        ("captions", {"caption": "b"}),
+    for task, record in (
+        ("bmr", {"messages": dialogue("a", "b")}),
+        ("vqa", {"question": "a", "answer": "b"}),
+        ("captioning", {"caption": "b"}),
     ):
-        write_file(tmp_path / name / "a.jsonl", lines([record] * 4))
-        options = recognise(str(tmp_path / name)).options
-        tasks[name] = options["task"]
-        assert options.get("text_only", False) == (name != "dialogues")
+        write_file(tmp_path / task / "a.jsonl", lines([record] * 4))
+        options = recognise(str(tmp_path / task)).options
+        assert (options["task"], options.get("text_only", False)) == (task, task != "bmr")
     write_file(tmp_path / "text" / "a.txt", b"One line.\nTwo lines.\n")
-    tasks["text"] = recognise(str(tmp_path / "text")).options["task"]
-    assert tasks == {
-        "dialogues": "bmr",
-        "questions": "vqa",
-        "captions": "captioning",
-        "text": "captioning",
-    }
+    assert recognise(str(tmp_path / "text")).options["task"] == "captioning"
 
 
 def test_what_is_not_found_or_not_read_is_shown(tmp_path: Path) -> None:
-    image = formats.draw_samples(1)[0][2][0]
-    write_file(tmp_path / "data" / "images" / "a.jpg", image)
-    record = {"caption": "A.", "image": "a.jpg", "hue": "red"}
-    write_file(
-        tmp_path / "data" / "text" / "a.jsonl", lines([record, {**record, "image": "b.jpg"}])
-    )
+    write_file(tmp_path / "data/images/a.jpg", SAMPLES[0][2][0])
+    rows = [{"caption": "A.", "image": f"{name}.jpg", "hue": "red"} for name in "ab"]
+    write_file(tmp_path / "data/text/a.jsonl", lines(rows))
     to = tmp_path / "pack.yaml"
-    result = invoke("init", tmp_path / "data" / "text", "--to", to)
-    assert "not read: hue" in result.output
-    assert "a.jpg (found)" in result.output
-    assert "b.jpg (NOT FOUND)" in result.output
+    shown = invoke("init", tmp_path / "data/text", "--to", to).output
+    assert all(one in shown for one in ("not read: hue", "a.jpg (found)", "b.jpg (NOT FOUND)"))
     assert "image_root" in to.read_text()
 
 
@@ -417,13 +389,11 @@ def test_pictures_that_no_sample_uses_stop_a_run(
 ) -> None:
     """init, run: as somebody would who has not read the guide."""
     monkeypatch.chdir(tmp_path)
-    picture = formats.draw_samples(1)[0][2][0]
-    records = [
-        {"image_path": f"p/{i}.jpg", "question": "What?", "answer": "This."} for i in range(4)
-    ]
-    for i in range(4):
-        write_file(Path(f"data/p/{i}.jpg"), picture)
-    write_file(Path("data/a.jsonl"), lines(records))
+    names = [f"p/{i}.jpg" for i in range(4)]
+    rows = [{"image_path": name, "question": "What?", "answer": "This."} for name in names]
+    for name in names:
+        write_file(Path("data", name), SAMPLES[0][2][0])
+    write_file(Path("data/a.jsonl"), lines(rows))
     shown = invoke("init", "data").output
     line = "field 'image_path' holds media that no sample uses; name it in source.fields"
     assert f"warning: {line}" in shown
@@ -433,24 +403,23 @@ def test_pictures_that_no_sample_uses_stop_a_run(
         assert status == 1
         assert f"none of the 4 samples of 'data' has an image or a video under task {task}" in said
         assert "source.fields, such as {images: FIELD}" in said
-        assert (
-            "warnings\n  field 'image_path' holds media"
-            in Path(task, "_packing/plan/summary.txt").read_text()
-        )
+        summary = Path(task, "_packing/plan/summary.txt").read_text()
+        assert "warnings\n  field 'image_path' holds media" in summary
     named = invoke("run", "pack.yaml", "engine.workers=0", "source.fields={images: image_path}")
     assert "tokens with loss      " in named.output
     assert "4 images, 0 videos in 4 of 4 samples; " in named.output
     invoke("run", "pack.yaml", *overrides, "source.text_only=true")
 
 
-def test_the_file_that_is_written_runs_and_is_never_overwritten(tmp_path: Path) -> None:
-    data = captioning_pairs(tmp_path / "data", 6)
-    to = tmp_path / "pack.yaml"
-    invoke("init", data, "--to", to, "--output", tmp_path / "out")
-    config = load_config(to, ["engine.workers=0"])
-    assert (config.source[0].format, config.task) == ("pairs", "captioning")
-    run = make_run(config.source[0].model_dump(), tmp_path / "packed")
-    assert measure(run).info.num_samples == 6
+def test_the_file_that_is_written_is_never_overwritten(tmp_path: Path) -> None:
+    data, to = captioning_pairs(tmp_path / "data", 6), tmp_path / "pack.yaml"
+    assert "measured 6 of the first" in invoke("init", data, "--to", to, "--output", "o").output
+    config = load_config(to)
+    assert (config.source[0].format, config.task, config.output.path) == (
+        "pairs",
+        "captioning",
+        "o",
+    )
     to.write_text("mine")
     result = CliRunner().invoke(cli, ["init", str(data), "--to", str(to)])
     assert result.exit_code != 0
@@ -465,7 +434,7 @@ def test_the_file_that_is_written_runs_and_is_never_overwritten(tmp_path: Path) 
 def test_the_checkpoint_names_its_family(model_type: str, family: str, tmp_path: Path) -> None:
     """Qwen3.6 and 3.8 are Qwen3_5ForConditionalGeneration, too."""
     save_tokenizer(family or "llava_1_5", tmp_path / "model")
-    write_file(tmp_path / "model" / "config.json", json.dumps({"model_type": model_type}).encode())
+    write_json(tmp_path / "model/config.json", {"model_type": model_type})
     data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
     invoke("init", data, "--to", to, "--processor", tmp_path / "model")
     model = load_config(to).model
@@ -473,30 +442,25 @@ def test_the_checkpoint_names_its_family(model_type: str, family: str, tmp_path:
     assert ("min_pixels: 65536" in to.read_text()) == bool(family)
 
 
-def by_absolute_paths(root: Path, count: int) -> None:
-    """ms-swift's lines, whose pictures lie in two folders elsewhere."""
-    rows = []
-    for i in range(count):
-        name = root / "coco" / ("train", "val")[i % 2] / f"{i % 5}.jpg"
-        write_file(name, SAMPLES[0][2][0])
-        said = dialogue("<image>What is it?", f"It is {i}.")
-        rows.append({"messages": said, "images": [str(name)]})
-    write_file(root / "data" / "a.jsonl", lines(rows))
-
-
 @pytest.mark.parametrize("form", ["ms-swift", "LLaMA-Factory"])
 def test_files_with_absolute_paths_run_as_they_are(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """init, run, from the folder of the data."""
-    by_absolute_paths(tmp_path, 60)
-    data = tmp_path / "data"
+    """init, run, from the folder of the data: ms-swift's lines, whose pictures are in two folders
+    elsewhere."""
+    data, rows = tmp_path / "data", []
+    for i in range(60):
+        name = tmp_path / "coco" / ("train", "val")[i % 2] / f"{i % 5}.jpg"
+        write_file(name, SAMPLES[0][2][0])
+        said = dialogue("<image>What is it?", f"It is {i}.")
+        rows.append({"messages": said, "images": [str(name)]})
+    write_file(data / "a.jsonl", lines(rows))
     if form == "LLaMA-Factory":
         tags = {"role_tag": "role", "content_tag": "content"}
         tags |= {"user_tag": "user", "assistant_tag": "assistant"}
         columns = {"messages": "messages", "images": "images"}
         entry = {"file_name": "a.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags}
-        write_file(data / "dataset_info.json", json.dumps({"own": entry}).encode())
+        write_json(data / "dataset_info.json", {"own": entry})
     monkeypatch.chdir(data)
     shown = invoke("init", ".").output
     assert f"image_root: {tmp_path / 'coco'}  #" in Path("pack.yaml").read_text()
@@ -515,9 +479,8 @@ def test_what_cannot_run_is_not_next(tmp_path: Path) -> None:
     to = tmp_path / "pack.yaml"
     result = CliRunner().invoke(cli, ["init", str(tmp_path / "data"), "--to", str(to)])
     assert result.exit_code == 1
-    assert "would be set aside: 10 of 10 records, path_outside_root: '/nowhere/0.jpg'" in (
-        result.output
-    )
+    aside = "would be set aside: 10 of 10 records, path_outside_root: '/nowhere/0.jpg'"
+    assert aside in result.output
     assert "next:" not in result.output
     assert f"none of the first records can be packed so; correct {to}" in result.output
     assert "split: {train: 0.99, val: 0.01}" in to.read_text()
@@ -528,8 +491,8 @@ def test_what_cannot_run_is_not_next(tmp_path: Path) -> None:
 
 
 def test_a_picture_without_a_name_is_no_path(tmp_path: Path) -> None:
-    write_file(tmp_path / "data" / "a.jsonl", lines([{"caption": "A.", "images": [""]}]))
-    found = recognise(str(tmp_path / "data"))
+    write_file(tmp_path / "a.jsonl", lines([{"caption": "A.", "images": [""]}]))
+    found = recognise(str(tmp_path))
     assert "image_root" not in found.options
     assert len(found.examples[0].missing) == 1
 
@@ -544,11 +507,8 @@ def test_a_folder_of_img2dataset_is_tars(tmp_path: Path) -> None:
         pq.write_table(pa.table({"caption": ["A red square."]}), tmp_path / f"{shard}.parquet")
         write_file(tmp_path / f"{shard}_stats.json", b'{"count": 1}')
     found = recognise(str(tmp_path))
-    assert (found.options["format"], found.options["task"], found.others) == (
-        "webdataset",
-        "captioning",
-        (),
-    )
+    given = (found.options["format"], found.options["task"], found.others)
+    assert given == ("webdataset", "captioning", ())
 
 
 @pytest.mark.parametrize(("splits", "split"), [(("train", "test"), "train"), (("test",), "test")])
@@ -561,24 +521,23 @@ def test_the_split_that_has_tars_is_read(
     assert recognise(str(tmp_path)).options["split"] == split
 
 
+EDGES = {"shortest_edge": 784, "longest_edge": 99_840}
+
+
 @pytest.mark.parametrize(
     ("file", "content", "limits"),
     [
-        ("preprocessor_config.json", {"min_pixels": 784, "max_pixels": 50_176}, (784, 50_176)),
-        ("preprocessor_config.json", {"size": {"longest_edge": 99_840}}, (3136, 99_840)),
-        (
-            "processor_config.json",
-            {"image_processor": {"size": {"shortest_edge": 784, "longest_edge": 99_840}}},
-            (784, 99_840),
-        ),
+        ("preprocessor_config", {"min_pixels": 784, "max_pixels": 50_176}, (784, 50_176)),
+        ("preprocessor_config", {"size": {"longest_edge": 99_840}}, (3136, 99_840)),
+        ("processor_config", {"image_processor": {"size": EDGES}}, (784, 99_840)),
     ],
 )
 def test_the_checkpoint_says_how_many_pixels(
     file: str, content: dict[str, Any], limits: tuple[int, int], tmp_path: Path
 ) -> None:
     save_tokenizer("qwen2_vl", tmp_path / "model")
-    write_json(tmp_path / "model" / "config.json", {"model_type": "qwen2_vl"})
-    write_json(tmp_path / "model" / file, content)
+    write_json(tmp_path / "model/config.json", {"model_type": "qwen2_vl"})
+    write_json(tmp_path / f"model/{file}.json", content)
     data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
     invoke("init", data, "--to", to, "--processor", tmp_path / "model")
     model: Any = load_config(to).model
@@ -597,10 +556,7 @@ def test_what_is_refused_and_named(tmp_path: Path) -> None:
     cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "none"], "is of no known format; the formats are pairs, captions"),
         ([tmp_path / "several"], "several forms: a is pairs, b is webdataset; call init with each"),
-        (
-            [tmp_path / "meta.json"],
-            "InternVL's list of datasets: own (annotation own.jsonl, root co",
-        ),
+        ([tmp_path / "meta.json"], "InternVL's list of datasets: own (annotation own.jsonl, root"),
         ([latin], "is not UTF-8"),
         (["s3://bucket/data"], "'s3://bucket/data' is remote"),
         ([tmp_path / "no"], f"'{tmp_path}/no' does not exist"),

@@ -40,25 +40,14 @@ def test_example_holds_the_defaults(tmp_path: Path) -> None:
 
 
 def test_overrides(tmp_path: Path) -> None:
-    config = load(
-        tmp_path,
-        EXAMPLE,
-        "pack.seq_length=1e4",
-        "model.max_aspect_ratio=5e1",
-        "source.path=other/data=set",
-        "output.split={train: 0.9, val: 0.1}",
-        "report.global_batch_size=32",
-        "source.name=no",
-    )
-    assert config.pack.seq_length == 10_000
-    assert config.model.max_aspect_ratio == 50
+    given = ("pack.seq_length=1e4", "model.max_aspect_ratio=5e1", "source.path=other/data=set")
+    more = ("output.split={train: 0.9, val: 0.1}", "report.global_batch_size=32", "source.name=no")
+    config = load(tmp_path, EXAMPLE, *given, *more)
+    assert (config.pack.seq_length, config.model.max_aspect_ratio) == (10_000, 50)
     assert config.source[0].path == "other/data=set"
     assert config.output.split == {"train": 0.9, "val": 0.1}
     assert config.report.global_batch_size == 32
     assert config.source[0].name == "no"  # not False
-
-
-def test_overrides_of_a_list(tmp_path: Path) -> None:
     text = SMALLEST.replace("{format", "[{format").replace("bmr}", "bmr}]")
     assert load(tmp_path, text, "source.0.path=b.jsonl").source[0].path == "b.jsonl"
     replaced = load(tmp_path, text, "source.0={format: pairs, path: p, task: vqa}")
@@ -68,20 +57,14 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "pack.seq_len=1",
-            r"pack\.seq_len is not a known field; valid: seq_length, strategy, seed",
-        ),
+        ("pack.seq_len=1", r"pack\.seq_len is not a known field; valid: seq_length, strategy, se"),
         ("pack.strategy=greedy", r"known name; .*sequential, knapsack; it is sequential$"),
         ("pack.epochs=2", r"valid: .*; plan further outputs with pack\.strategy=mixed"),
         ("source.merge_same_image=true", r"valid: .*; join .* tools/convert_questions\.py"),
         ("output.layout=raw_packing", r"known name; .*; export .* offline-packing export"),
         ("source.fmt=x", r"source\.0\.fmt is not a known field; valid: format, path, task"),
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
-        (
-            "pack.strategy=best",
-            r"pack\.strategy='best': .*choose one of: auto, mixed, best",
-        ),
+        ("pack.strategy=best", r"pack\.strategy='best': .*choose one of: auto, mixed, best"),
         ("pack.seq_length=0", r"pack\.seq_length=0: .*greater than or equal to 1"),
         ("engine.workers=true", r"engine\.workers=True: a number is needed"),
         ("model.max_pixels=100", r"min_pixels 3136 > max_pixels 100; lower min_pixels"),
@@ -89,10 +72,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("output.split={train: 0.5}", r"shares sum to 0\.5; make them sum to 1"),
         ("output.split={train: 1.5, val: -0.5}", r"share of 'train' is 1\.5"),
         ("output.split={a/b: 1.0}", r"split name 'a/b' may hold letters"),
-        (
-            "output.path=s3://k:secret@b/x",
-            r"output\.path='s3://…@b/x': keys in a URL",
-        ),
+        ("output.path=s3://k:secret@b/x", r"output\.path='s3://…@b/x': keys in a URL"),
         ("output.path=s3://", r"output\.path='s3://': .*no bucket; write s3://BUCKET/FOLDER"),
         ("source.path=ftp://k:secret@b/x", r"source\.0\.path='ftp://…@b/x': keys in a URL"),
         ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),
@@ -108,7 +88,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("pack.order=8", r"pack\.order=8 is not a mapping; .*fields among: num_ranks, num_workers"),
         ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
         ("pack.strategy_options={foo: 1}", r"strategy 'auto' has no option 'foo'; it has none"),
-        ("pack.seed={", r"override 'pack\.seed=\{' is no valid YAML"),
+        ("pack.seed={", r"override 'pack\.seed=\{' is not valid YAML"),
         ("pack={strategy: hash_bucket, strategy_options: {phase: 1}}", "valid: phases"),
         (
             "pack={strategy: first_fit_shuffle, strategy_options: {chunk_size: 0}}",
@@ -120,10 +100,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("pack={budgets: {images: 2}, assignment: locality}", "its windows know tokens only"),
         ("source.image_root=images", "image_root applies to format json, jsonl, .* only"),
         ("source.split=val", "split applies to format energon, huggingface only"),
-        (
-            "source.fields={text: a}",
-            r"source\.0?\.?fields\.text is not a known field; valid: id, im",
-        ),
+        ("source.fields={text: a}", r"source\.0?\.?fields\.text is not a known field; valid: id,"),
         ("source.fields={caption: a..b}", r"'a\.\.b' is not a path"),
         ("source.repeat=0", "repeat=0: .*greater than 0"),
         ("source.repeat=1e30", "repeat=1e"),
@@ -143,12 +120,12 @@ def test_refusals(tmp_path: Path, override: str, message: str) -> None:
     [
         ("", "is not a mapping"),
         ("- a\n- b\n", "is not a mapping"),
-        ("source: {", "is no valid YAML"),
-        ("source: &a [*b]", "is no valid YAML"),
-        ("pack: {seed: 1, seed: 2}", "key 'seed' stands twice in the mapping at line 1"),
+        ("source: {", "is not valid YAML"),
+        ("source: &a [*b]", "is not valid YAML"),
+        ("pack: {seed: 1, seed: 2}", "key 'seed' is twice in the mapping at line 1"),
         ("output: {path: out}", "source is missing; set it"),
         ("source: {format: pairs}", "source.0.path is missing.*source.0.task is missing"),
-        ("source: !!python/object:os.system {}", "is no valid YAML"),
+        ("source: !!python/object:os.system {}", "is not valid YAML"),
     ],
 )
 def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
@@ -156,7 +133,7 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
         load(tmp_path, text)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "a.yaml").write_text(EXAMPLE)
     for path, message in (
@@ -180,21 +157,18 @@ def test_key_prefixes() -> None:
     assert parse_config(sources({}, {"path": "d/b"})).key_prefixes() == ["a/", "b/"]
 
 
+ONCE = r"are also those of '[./]*d/a'; name them once"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (
-            {},
-            {"path": "b", "task": "captioning"},
-            "tasks captioning and vqa in one output; .*blend",
-        ),
+        ({}, {"path": "b", "task": "captioning"}, "tasks captioning and vqa in one output; .*blen"),
         ({}, {"path": "b/a"}, "two sources are called 'a'; give each its own name"),
-        ({"weight": 1}, {"path": "b"}, "some sources have a weight and some have none"),
-        (
-            {"weight": 1, "repeat": 2},
-            {"path": "b", "weight": 1},
-            "a weight and a repeat; remove one",
-        ),
+        ({"weight": 1}, {"path": "b"}, "some sources have a weight and others none"),
+        ({"weight": 1, "repeat": 2}, {"path": "b", "weight": 1}, "a weight and a repeat; remove"),
+        *(({"path": "d/a"}, {"name": "y", "path": path}, ONCE) for path in ("./d/a", "d/a/more")),
+        ({"path": "d/a"}, {"name": "y", "path": "d/a", "repeat": 2}, ONCE),
     ],
 )
 def test_sources_that_do_not_go_together(
@@ -202,15 +176,8 @@ def test_sources_that_do_not_go_together(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(sources(first, second))
-
-
-@pytest.mark.parametrize("path", ["d/a", "./d/a", "d/a/more"])
-def test_samples_are_named_once(path: str) -> None:
-    both = sources({"name": "x", "path": "d/a"}, {"name": "y", "path": path, "repeat": 2})
-    with pytest.raises(ConfigError, match=r"are also those of '[./]*d/a'; name them once"):
-        parse_config(both)
-    both["source"][1]["fields"] = {"caption": "second_caption"}
-    parse_config(both)
+    if message == ONCE:  # other fields make other samples
+        parse_config(sources(first, {**second, "fields": {"caption": "second_caption"}}))
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,15 +139,13 @@ def test_packs_leave_room_for_the_newline_behind_each_sample(tmp_path: Path) -> 
 def test_room_for_images_of_any_size() -> None:
     """Resizing twice stays within it; images are not only small or large, but thin as well."""
     rng = np.random.default_rng(0)
-    mean = std = (0.5, 0.5, 0.5)
     for least, most in ((65_536, 16_777_216), (65_536, 1 << 20), (4096, 1 << 20)):
-        first = VisionSettings(least, most, 200, patch_size=14, mean=mean, std=std)
-        second = VisionSettings(least, most, 200, patch_size=16, mean=mean, std=std)
+        first, second = ((VisionSettings(patch_size=size), (least, most)) for size in (14, 16))
         grown = 0
         for _ in range(4000):
             size = np.exp(rng.uniform(np.log(20), np.log(3000), 2)).astype(int).tolist()
-            height, width = smart_resize(*size, second)
-            rows, columns = smart_resize(*smart_resize(*size, first), second)
+            height, width = smart_resize(*size, *second)
+            rows, columns = smart_resize(*smart_resize(*size, *first), *second)
             grid = np.array([[1, height // 16, width // 16]])
             more = (rows * columns - height * width) // 32**2
             assert more <= _room_of_images(grid, least / 32**2)[0], size

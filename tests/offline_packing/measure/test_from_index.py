@@ -16,7 +16,7 @@ from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
-from offline_packing.runs.set_aside import check_media
+from offline_packing.runs.set_aside import check_set_aside as check_media
 from offline_packing.storage.receipts import receipt_path
 from offline_packing.verify.verify import discard, verify
 from tests.helpers.datasets import (

@@ -249,7 +249,7 @@ def test_every_state(tmp_path: Path) -> None:
     run = make_run(root, tmp_path / "out")
     with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
         report(run)
-    assert report_status(run.workspace) is None
+    assert report_status(run) is None
     measure(run)
     line = report(run)
     assert line == "21 samples = 20 measured + 1 set aside; no packs yet: run plan"
@@ -267,8 +267,25 @@ def test_every_state(tmp_path: Path) -> None:
     assert "Shards" not in read_page(run)
     write_planned(run)
     assert "out of date" in status(run)
-    assert "run write" not in report(run)
+    line = report(run)
+    assert "run write" not in line
     assert "Shards" in read_page(run)
+    page = run.workspace.report / "report.html"
+    content, other = (
+        page.read_bytes(),
+        make_run(root, tmp_path / "out", report={"global_batch_size": 9}),
+    )
+    for damaged, now in ((page, run), (page.with_name("report.json"), run), (None, other)):
+        if damaged is not None:
+            damaged.write_bytes(damaged.read_bytes()[:-9])
+        before = page.stat().st_mtime_ns
+        assert report(now, again=False) == line == report(now, again=False)
+        assert page.stat().st_mtime_ns > before
+    assert report(run) == line
+    assert page.read_bytes() == content
+    before = page.stat().st_mtime_ns
+    assert report(run, again=False) == line
+    assert page.stat().st_mtime_ns == before
     changed = make_run(root, tmp_path / "out", pack={"seed": 1})
     with pytest.raises(StageError, match=r"the plan in .* cannot be used: pack\.seed"):
         report(changed)

@@ -46,15 +46,7 @@ from offline_packing.storage.tars import (
 )
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import path_of
-from tests.helpers import formats
-from tests.helpers.datasets import (
-    image_bytes,
-    make_run,
-    pack_all,
-    packed_run,
-    plan_index,
-    write_planned,
-)
+from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
 from tests.helpers.faults import KilledError, killing
 from tests.helpers.formats import tar_bytes
 from tests.helpers.outputs import repair
@@ -108,12 +100,8 @@ def test_objects_are_read_at_the_same_time(tmp_path: Path) -> None:
     assert next(found) == b"0"
     assert len(begun) <= 17
     assert [b"0", *found] == [name.encode() for name in NAMES]
-
-
-def test_a_missing_object_is_an_error(tmp_path: Path) -> None:
-    folder = path_of(f"memory://{tmp_path.name}")
-    write_atomically(folder / "0", b"0")
-    found = read_each(folder, lambda name: (folder / name).read_bytes(), NAMES)
+    (folder / "1").unlink()
+    found = read_each(folder, read, NAMES)
     assert next(found) == b"0"
     with pytest.raises(FileNotFoundError):
         next(found)
@@ -134,31 +122,19 @@ def test_temporary_folders_of_others_vanish_while_one_is_made() -> None:
 NUM_ROWS = 200
 
 
-def table_of(num_rows: int, first: int = 0) -> pa.Table:
+def huge_group(root: Path, size: int = NUM_ROWS) -> Source:
     """Rows whose images all differ: noise after the end of a picture."""
-    noise = np.random.default_rng(first)
-    images = [
-        image_bytes(28 * (2 + i % 4), 56) + noise.bytes(3000) + b"\xff\xd9" for i in range(num_rows)
-    ]
-    ids = [f"{first + i:05d}" for i in range(num_rows)]
-    return pa.table({"id": ids, "image": images, "caption": [f"Picture {i}." for i in ids]})
-
-
-def rows_in_groups(root: Path, size: int) -> Source:
-    path = root / "a.parquet"
-    pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
+    root.mkdir()
+    noise, ids = np.random.default_rng(0), [f"{i:05d}" for i in range(NUM_ROWS)]
+    sizes = [28 * (2 + i % 4) for i in range(NUM_ROWS)]
+    images = [image_bytes(width, 56) + noise.bytes(3000) + b"\xff\xd9" for width in sizes]
+    rows = pa.table({"id": ids, "image": images, "caption": [f"Picture {i}." for i in ids]})
+    pq.write_table(rows, root / "a.parquet", row_group_size=size, data_page_size=4096)
     return {"format": "parquet", "path": str(root), "task": "captioning"}
 
 
-def huge_group(root: Path) -> Source:
-    root.mkdir()
-    return rows_in_groups(root, NUM_ROWS)
-
-
 def small_groups(root: Path) -> Source:
-    """The same rows."""
-    root.mkdir()
-    return rows_in_groups(root, 7)
+    return huge_group(root, 7)
 
 
 OUTPUT = {"packs_per_shard": 1, "key_prefix": ""}
@@ -196,15 +172,17 @@ def test_huge_row_groups_give_the_packs_of_small_ones(
     assert not run.workspace.unpacked.exists()
 
 
-def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> dict[str, Any]:
-    return {**formats.WRITERS[name](folder, formats.draw_samples(count)), "task": "bmr"}
-
-
-@pytest.mark.parametrize("name", ["jsonl_gz", "webdataset_gz"])
-def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: str) -> None:
-    source = compressed_source(tmp_path / "data", name)
-    run = packed_run(source, tmp_path / "out")
-    manifest = require_manifest(run.workspace.root)
+@pytest.mark.parametrize(("name", "num_files"), [("jsonl_gz", 1), ("webdataset_gz", 2)])
+def test_unpacked_files_stay_until_the_shards_are_complete(
+    world: World, tmp_path: Path, name: str, num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(world.source(name), tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("offline_packing.write.write.make_manifest", killing(pack_all, 0))
+        with pytest.raises(KilledError):
+            pack_all(run)
+    assert len([*run.workspace.unpacked.glob("*.unpacked")]) == num_files
+    manifest = write_planned(run)
     assert not run.workspace.unpacked.exists()
     # A kill between the manifest and the removal: the next run removes them.
     run.workspace.unpacked.mkdir()
@@ -213,28 +191,8 @@ def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: st
     assert not run.workspace.unpacked.exists()
     assert verify(run, deep=True).ok
     assert not run.workspace.unpacked.exists()
-    shard = run.workspace.root / manifest.shards[0].name
-    data = shard.read_bytes()
-    shard.unlink()
+    (run.workspace.root / manifest.shards[0].name).unlink()
     assert manifest.shards[0].name in repair(run)
-    assert shard.read_bytes() == data
-    assert not run.workspace.unpacked.exists()
-
-
-def test_unpacked_files_stay_for_the_shards_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that fails leaves them."""
-    run = make_run(compressed_source(tmp_path / "data"), tmp_path / "out")
-    measure(run)
-    plan_index(run)
-    with monkeypatch.context() as patch:
-        killed = killing(pack_all, 0)
-        patch.setattr("offline_packing.write.write.make_manifest", killed)
-        with pytest.raises(KilledError):
-            write_planned(run)
-    assert len([*run.workspace.unpacked.glob("*.unpacked")]) == 1
-    write_planned(run)
     assert not run.workspace.unpacked.exists()
 
 
@@ -303,14 +261,8 @@ def write_tar(path: Path) -> tuple[list[PackEntry], str]:
     return writer.entries, digest
 
 
-@pytest.fixture
-def tar(tmp_path: Path) -> Path:
-    path = tmp_path / "train-000000.tar"
-    write_tar(path)
-    return path
-
-
-def test_tarfile_writes_the_same(tar: Path, tmp_path: Path) -> None:
+def test_tarfile_writes_the_same(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar")
     path = tmp_path / "reference.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as reference:
         for key, pack in PACKS:
@@ -318,7 +270,7 @@ def test_tarfile_writes_the_same(tar: Path, tmp_path: Path) -> None:
                 info = tarfile.TarInfo(f"{key}.{name}")
                 info.size, info.mode = len(data), 0o644
                 reference.addfile(info, io.BytesIO(data))
-    assert tar.read_bytes() == path.read_bytes()
+    assert (tmp_path / "a.tar").read_bytes() == path.read_bytes()
 
 
 def test_entries_and_index(tmp_path: Path) -> None:
@@ -336,15 +288,13 @@ def test_entries_and_index(tmp_path: Path) -> None:
     assert tar_size(offsets[-1]) == len(data)
 
 
-def test_cut_anywhere_is_found(tar: Path, tmp_path: Path) -> None:
-    data = tar.read_bytes()
-    end = tar_size(0)
-    content = sum(entry.size for entry in scan_tar(tar))
-    assert len(data) >= end
+def test_cut_anywhere_is_found(tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
-    for size in [0, 1, 512, 700, 1024, *(entry.offset for entry in scan_tar(tar)), content]:
+    entries, _ = write_tar(cut)
+    data, content = cut.read_bytes(), sum(entry.size for entry in entries)
+    for size in [0, 1, 512, 700, 1024, *(entry.offset for entry in entries), content]:
         cut.write_bytes(data[:size])
-        with pytest.raises(StageError, match=r"cut\.tar (is cut off|cannot be read)"):
+        with pytest.raises(StageError, match=r"cut\.tar cannot be read"):
             list(scan_tar(cut))
 
 
@@ -374,7 +324,7 @@ def test_what_is_no_pack(tmp_path: Path) -> None:
         link = tarfile.TarInfo("ps_0.img0.jpg")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         opened.addfile(link)
-    with pytest.raises(StageError, match=r"member 'ps_0\.img0\.jpg' is no file KEY\.PART"):
+    with pytest.raises(StageError, match=r"member 'ps_0\.img0\.jpg' is not a file KEY\.PART"):
         list(scan_tar(path))
     path.write_bytes(b"not a tar")
     with pytest.raises(StageError, match="cannot be read"):
@@ -431,17 +381,10 @@ def test_members_are_those_of_tarfile(
 def test_size_in_base_256() -> None:
     info = tarfile.TarInfo("large.bin")
     info.size = 9 << 30  # beyond eleven octal digits
-    header = info.tobuf(tarfile.GNU_FORMAT)
-    (member,) = _members_before_damage(header)
-    assert member.size == 9 << 30
-
-
-def _members_before_damage(content: bytes) -> list[object]:
-    found: list[object] = []
-    reader = iter(TarReader(io.BytesIO(content)))
+    reader = iter(TarReader(io.BytesIO(info.tobuf(tarfile.GNU_FORMAT))))
+    assert next(reader).size == 9 << 30
     with pytest.raises(ValueError, match="the tar ends within a member"):
-        found.extend(reader)
-    return found
+        next(reader)
 
 
 def _tar(*names: str) -> bytes:

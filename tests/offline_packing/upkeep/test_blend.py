@@ -1,26 +1,24 @@
-"""blend: several outputs as one dataset that Energon's loader reads. status: how much of how much
-is done, also of a run that was stopped in the middle. pack: a packed dataset in one call from
-Python."""
+"""blend: several outputs as one dataset that Energon's loader reads. status: progress, also of a
+run that was stopped. pack: a packed dataset in one call from Python."""
 
 import re
 import shutil
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from megatron.energon import WorkerConfig, get_loader
 
 import offline_packing
-from offline_packing.cli.commands import cli
 from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.index.table import part_name
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
-from offline_packing.runs.run import Run
 from offline_packing.storage.receipts import Started
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
@@ -28,6 +26,7 @@ from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_t
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
+from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all, packed_run
 from tests.helpers.formats import of_lines
 from tests.helpers.outputs import reopen
@@ -57,20 +56,14 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
     """As written by the command; packs are drawn in proportion to their number."""
-    result = CliRunner().invoke(cli, ["blend", *map(str, outputs)], catch_exceptions=False)
-    assert result.exit_code == 0
     path = tmp_path / "blend.yaml"
-    path.write_text(result.stdout)
-    document = yaml.safe_load(result.stdout)
-    weights = [entry["weight"] for entry in document["splits"]["train"]["blend"]]
+    path.write_text(invoke("blend", *outputs).stdout)
+    splits = yaml.safe_load(path.read_text())["splits"]
+    weights = [entry["weight"] for entry in splits["train"]["blend"]]
     assert weights[0] > weights[1] > 0
-    assert [entry["path"] for entry in document["splits"]["val"]["blend"]] == list(
-        map(str, outputs)
-    )
-    loader = iter(get_loader(read_from(path)))
-    drawn = Counter(
-        Path(key).name[0] for _ in range(4 * sum(weights)) for key in next(loader).__key__
-    )
+    assert [entry["path"] for entry in splits["val"]["blend"]] == [*map(str, outputs)]
+    rows = islice(get_loader(read_from(path)), 4 * sum(weights))
+    drawn = Counter(Path(key).name[0] for row in rows for key in row.__key__)
     share = drawn["a"] / sum(drawn.values())
     assert abs(share - weights[0] / sum(weights)) < 0.15
 
@@ -93,11 +86,20 @@ def test_outputs_that_do_not_fit(
         blend([outputs[0], other])
 
 
-def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
+def test_what_is_no_output_and_no_blend(outputs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"no manifest in .*run write first"):
         blend([outputs[0], tmp_path])
     with pytest.raises(StageError, match="is named twice"):
         blend([outputs[0], outputs[0] / "../a"])
+    path, document = tmp_path / "blend.yaml", yaml.safe_load(blend(outputs))
+    for weight, repeat, message in (
+        (1, False, "write a blend_epochized with repetitions"),
+        (0, True, "a weight is above 0"),
+    ):
+        document["splits"]["train"]["blend"][0]["weight"] = weight
+        path.write_text(yaml.safe_dump(document))
+        with pytest.raises(PackingSettingsError, match=message):
+            read_from(path, repeat=repeat)
 
 
 def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> None:
@@ -108,21 +110,6 @@ def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> 
     read = get_packed_loader(read_from(path, repeat=False))
     keys = [key for row in read for key in row.__key__]
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize(
-    ("weight", "repeat", "message"),
-    [(1, False, "write a blend_epochized with repetitions"), (0, True, "a weight is above 0")],
-)
-def test_a_blend_that_energon_does_not_draw_from(
-    outputs: list[Path], tmp_path: Path, weight: float, repeat: bool, message: str
-) -> None:
-    document = yaml.safe_load(blend(outputs))
-    document["splits"]["train"]["blend"][0]["weight"] = weight
-    path = tmp_path / "blend.yaml"
-    path.write_text(yaml.safe_dump(document))
-    with pytest.raises(PackingSettingsError, match=message):
-        read_from(path, repeat=repeat)
 
 
 def test_outputs_made_with_defaults(tmp_path: Path) -> None:
@@ -136,8 +123,6 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     for name, (root, pack) in made.items():
         packed_run(root, tmp_path / name, pack={"seq_length": 512, **pack})
         keys[name] = [pack.key for pack in PackedFolder(tmp_path / name)]
-    shards = [tmp_path / name / "train-000000.tar" for name in "ab"]
-    assert shards[0].read_bytes() == shards[1].read_bytes()
     assert keys["a"] == keys["b"]
     assert len({key for name in "acd" for key in keys[name]}) == sum(len(keys[n]) for n in "acd")
     assert re.fullmatch(r"[0-9a-f]{8}_ps_00000000", keys["a"][0])
@@ -184,8 +169,8 @@ def test_how_much_is_done(captions: Path, tmp_path: Path) -> None:
     tokens = f"{measure(run).info.num_tokens:,}"
     assert f"measure   done: 40 samples, {tokens} tokens; set aside: none" in status(run)
     reopen(run)
-    (run.workspace.index / "part-00002.parquet").unlink()
-    (run.workspace.index / "part-00001.parquet").unlink()
+    for number in (1, 2):
+        (run.workspace.index / part_name(number)).unlink()
     started = Started.load(run.workspace.packing, "measure")
     assert started is not None
     replace(started, total={"parts": 3, "records": 40}).save(run.workspace.packing, "measure")
@@ -204,16 +189,16 @@ def test_how_much_is_done(captions: Path, tmp_path: Path) -> None:
 def test_remedy_of_another_plan_does_not_lead_in_a_circle(world: World) -> None:
     """Planning again would refuse to replace the shards."""
     packed = world.run("captioning")
-
-    def changed(packed: Run, **sections: dict[str, Any]) -> Run:
-        return make_run(world.source("captioning"), packed.workspace.root, **sections)
-
+    root, source = packed.workspace.root, world.source("captioning")
     text = status(packed)
     assert "complete: 40 samples in" in text
     assert "not what" not in text
-    assert text == status(changed(packed, pack={"max_set_aside": 1}))
-    with pytest.raises(StageError, match=r"pack\.seed was 0, is 1; .* run with output\.overwrite"):
-        open_plan(changed(packed, pack={"seed": 1}))
+    assert text == status(make_run(source, root, pack={"max_set_aside": 1}))
+    other = make_run(source, root, pack={"seed": 1})
+    told = r"pack\.seed was 0, is 1; .* run with output\.overwrite"
+    assert re.search(rf"\nnot what this configuration asks for:\n  .*{told}", status(other))
+    with pytest.raises(StageError, match=told):
+        open_plan(other)
 
 
 def test_a_dict_a_file_and_a_configuration_give_the_same(tmp_path: Path) -> None:

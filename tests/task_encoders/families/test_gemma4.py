@@ -30,11 +30,7 @@ from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import opened, own_pairs, transformers_function, unequal
-from tests.helpers.texts_and_images import (
-    TypedTokens,
-    encoded_conversations,
-    messages_and_tools,
-)
+from tests.helpers.texts_and_images import TypedTokens, encoded_conversations, messages_and_tools
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import needs_family
 from tests.helpers.tiny_tokenizers import GEMMA_TEMPLATE, gemma_tokenizer, save_gemma_tokenizer
@@ -265,19 +261,12 @@ def test_captions_and_videos(encoder: Any) -> None:
     names = [text for text, is_control in encoder.tokenizer.spell(encoded.tokens) if is_control]
     assert [names[0], names[1], names[-2], names[-1]] == ["<bos>", "<|image>", "<image|>", "<eos>"]
     assert (encoded.labels != IGNORE_INDEX).sum() == len(encoder.tokenizer.encode("A cat.")) + 1
+    sample = SourceSample("v", "vqa", (Turn("What is <video>?", "It."),), videos=("v",))
     for clip in CLIPS:
-        header = read_video_header(io.BytesIO(clip))
-        sample = SourceSample("v", "vqa", (Turn("What is <video>?", "It."),), videos=("v",))
         encoded = encoder.encode(sample, [], [clip])
-        assert encoder.measure(sample, [], [header]).num_tokens == len(encoded.tokens)
-        ((steps, height, width),) = encoded.video_grid_thw.tolist()
-        assert (steps, len(encoded.video_pixels)) == (
-            min(32, header.num_frames),
-            steps * height * width,
-        )
-        tokenized = encoder.tokenize(sample, [], [header])
-        np.testing.assert_array_equal(tokenized.tokens, encoded.tokens)
-    assert "66:" not in "".join(text for text, _ in encoder.tokenizer.spell(encoded.tokens))
+        assert unequal(own_pairs(encoder, sample, [], [clip], encoded)) == []
+        num_frames = read_video_header(io.BytesIO(clip)).num_frames
+        assert encoded.video_grid_thw[0, 0] == min(32, num_frames)
 
 
 def test_checkpoints_that_do_not_fit(family: str, tmp_path: Path) -> None:

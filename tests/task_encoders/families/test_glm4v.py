@@ -19,7 +19,7 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 
-from task_encoders.families import build_sample_encoder, family_of_processor, model_options
+from task_encoders.families import build_sample_encoder, family_of_processor
 from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
@@ -315,11 +315,3 @@ def test_pictures_of_a_video_hold_what_transformers_cuts(reference: Reference, c
     encoded = torch_encoder.encode(_of("video"), [], [data])
     assert tuple(grid) == sampled.grid
     np.testing.assert_array_equal(encoded.pixel_values, expected[0].numpy())
-
-
-@pytest.mark.parametrize("kind", ["", "video_"])
-@pytest.mark.parametrize("limits", [(783, 784), (1000, 900)])
-def test_limits_that_hold_no_token(kind: str, limits: tuple[int, int]) -> None:
-    given = dict(zip((f"{kind}min_pixels", f"{kind}max_pixels"), limits, strict=True))
-    with pytest.raises(ValueError, match=f"784 <= {kind}min_pixels <= {kind}max_pixels"):
-        model_options(family="glm4v", **given)

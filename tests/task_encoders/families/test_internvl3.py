@@ -16,7 +16,7 @@ import torch
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as tiling
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
-from task_encoders.families import build_sample_encoder, model_options
+from task_encoders.families import build_sample_encoder
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
@@ -160,13 +160,6 @@ def test_conversations_equal_the_published_template(folder: Path) -> None:
     assert counts["written"] > 0.3 * SAMPLES
     assert min(counts["images"], counts["videos"]) > 0.03 * SAMPLES
     assert counts["both"] > 0
-
-
-def test_options_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="min_tiles 5 > max_tiles 4"):
-        model_options(family="internvl3", min_tiles=5, max_tiles=4)
-    with pytest.raises(ValueError, match="image_size 450 is not a multiple of 28"):
-        model_options(family="internvl3", image_size=450)
 
 
 OF_VIDEO = SourceSample("v", "captioning", (Turn("", "A."),), videos=("c",))

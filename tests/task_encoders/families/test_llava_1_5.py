@@ -13,7 +13,7 @@ from transformers import LlamaTokenizer, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from task_encoders.families import build_sample_encoder, model_options
+from task_encoders.families import build_sample_encoder
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.image import read_image_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
@@ -25,6 +25,7 @@ from tests.helpers.texts_and_images import (
     random_turns,
 )
 from tests.helpers.tiny_tokenizers import save_llama_tokenizer
+from tests.helpers.videos import make_video
 from tests.world import World
 
 SIZE, COUNT = 56, 70
@@ -198,15 +199,13 @@ def test_siglip_towers_by_options(folder: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="llava_1_5 has no min_pixels"):
-        model_options(family="llava_1_5", min_pixels=3136)
-    with pytest.raises(ValueError, match="qwen2_vl has no image_size"):
-        model_options(image_size=336)
     save_llama_tokenizer(tmp_path, legacy=False)
     build_sample_encoder("llava_1_5", str(tmp_path))  # no space in front of any text: consistent
     encoder = build_sample_encoder("llava_1_5", str(folder))
     with pytest.raises(SampleError, match="takes no videos"):
-        encoder.encode(SourceSample("k", "vqa", (Turn("a", "b"),), videos=("v",)), [], [b""])
+        encoder.encode(
+            SourceSample("k", "vqa", (Turn("a", "b"),), videos=("v",)), [], [make_video(2)]
+        )
     assert encoder.fingerprint["image_size"] == 336
 
 

@@ -28,6 +28,35 @@ def test_settings_survive_json(family: str) -> None:
     assert after == before
 
 
+BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "llava_onevision_2")
+OTHERS = [family for family in FAMILIES if family not in BUILT_IN]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        *((family, {}, f"{family} has no built-in vocabulary") for family in OTHERS),
+        ("llava_1_5", {"min_pixels": 3136}, "llava_1_5 has no min_pixels"),
+        ("qwen2_vl", {"image_size": 336}, "qwen2_vl has no image_size"),
+        ("qwen2_vl", {"min_pixels": 100, "max_pixels": 9999}, "784 <= min_pixels <= max_pixels"),
+        ("qwen2_vl", {"min_pixels": 9999, "max_pixels": 5000}, "min_pixels 9999 > max_pixels 5000"),
+        ("qwen2_vl", {"min_pixels": 0}, "min_pixels"),
+        ("qwen2_vl", {"video_min_frames": 1}, "2 <= video_min_frames <= video_max_frames"),
+        ("qwen2_vl", {"video_max_pixels": 8}, "2 <= video_min_pixels <= video_max_pixels"),
+        *(
+            ("glm4v", {f"{kind}min_pixels": least, f"{kind}max_pixels": most}, f"784 <= {kind}min_")
+            for kind in ("", "video_")
+            for least, most in ((783, 784), (1000, 900))
+        ),
+        ("internvl3", {"min_tiles": 5, "max_tiles": 4}, "min_tiles 5 > max_tiles 4"),
+        ("internvl3", {"image_size": 450}, "image_size 450 is not a multiple of 28"),
+    ],
+)
+def test_options_that_are_refused(family: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_sample_encoder(family, **options)
+
+
 @pytest.mark.parametrize(
     ("model_type", "found"),
     [

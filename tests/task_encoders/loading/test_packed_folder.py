@@ -19,10 +19,7 @@ from torch.utils.data import DataLoader
 from launch.data.packed_data import read_packed_data
 from offline_packing.errors import StageError
 from offline_packing.runs.run import Run
-from task_encoders.loading.packed_dataset import (
-    get_packed_train_dataset,
-    get_packed_val_dataset,
-)
+from task_encoders.loading.packed_dataset import get_packed_train_dataset, get_packed_val_dataset
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
@@ -40,16 +37,6 @@ from tests.world import World, task_encoder
 def run(world: World) -> Run:
     """Packed dialogues; packs with one sample, and with several."""
     return world.run("bmr", output={"split": {"train": 0.8, "val": 0.2}})
-
-
-def test_rows_of_several_packs_equal_the_loaders(run: Run) -> None:
-    encoder = task_encoder(run)
-    theirs = batches_of(run.workspace.root, encoder, micro_batch_size=2)
-    folder = PackedFolder(run.workspace.root, encoder)
-    assert len(folder) > 3
-    starts = range(0, len(folder), 2)
-    ours = [folder.batch(range(i, min(i + 2, len(folder)))) for i in starts]
-    assert_same(ours, theirs)
 
 
 def test_bytes_equal_the_shards(run: Run) -> None:
@@ -76,13 +63,15 @@ def test_bytes_equal_the_shards(run: Run) -> None:
 
 
 def test_a_dataloader_reads_it(run: Run) -> None:
-    """torch's map-style protocol: the folder travels to the workers, which encode. Without its
-    collation, records of other keys would end in a bare KeyError."""
+    """torch's map-style protocol: the folder travels to the workers, which encode rows of several
+    packs as Energon's loader does. Without its collation, records of other keys would end in a bare
+    KeyError."""
     folder: Any = PackedFolder(run.workspace.root, task_encoder(run))
-    numbers = [[3, 0], [1], [2, 2]]
+    numbers = [[i, i + 1][: len(folder) - i] for i in range(0, len(folder), 2)]
     options: dict[str, Any] = {"batch_sampler": numbers, "num_workers": 1}
-    loader = DataLoader(folder, collate_fn=folder.collate, **options)
-    assert_same(list(loader), [folder.batch(own) for own in numbers])
+    found = list(DataLoader(folder, collate_fn=folder.collate, **options))
+    assert_same(found, [folder.batch(own) for own in numbers])
+    assert_same(found, batches_of(folder.path, folder.task_encoder, micro_batch_size=2))
     with pytest.raises(PackedFolderError, match=r"give the DataLoader collate_fn=folder\.collate"):
         list(DataLoader(folder, **options))
 
@@ -181,39 +170,39 @@ def blend(folders: Path, *entries: str, split: str = "train") -> Path:
     return blend_of(folders / "blend.yaml", entries, splits=(split,))
 
 
-def test_weights_that_are_the_numbers_of_packs(
-    folders: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("entries", "split", "expected", "said"),
+    [
+        (["a, weight: 3", "b, weight: 6"], "train", "b0 a0 b1 b2 a1 b3 b4 a2 b5", ""),
+        # an epoch is as long as each pack needs to come once; what comes more often is said
+        (["a, weight: 1", "b, weight: 1"], "train", "a0 b0 a1 b1 a2 b2 a0 b3 a1 b4 a2 b5",
+         "an epoch has 12 packs: 6 of the 3 of {}/a, 6 of the 6 of"),
+        (["b, repetitions: 2, subset: {range: [1, 4]}", "a, subset: {range: [1, end]}"], "train",
+         "b1 b2 a1 b3 b1 b2 a2 b3", "an epoch has 8 packs"),
+        (["a, repetitions: 1.34"], "train", "a0 a1 a2 a0", "an epoch has 4 packs"),
+        # one dataset after the other, as Energon validates
+        (["b, weight: 1, split_part: train", "a, weight: 1, split_part: train"], "val",
+         "b0 b1 b2 b3 b4 b5 a0 a1 a2", ""),
+    ],
+)  # fmt: skip
+def test_packs_of_an_epoch(
+    entries: list[str],
+    split: str,
+    expected: str,
+    said: str,
+    folders: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = blend(folders, "path: a, weight: 3", "path: b, weight: 6")
-    assert keys(path) == ["b0", "a0", "b1", "b2", "a1", "b3", "b4", "a2", "b5"]
-    assert not caplog.records
+    path = blend(folders, *(f"path: {entry}" for entry in entries), split=split)
+    assert keys(path, split) == expected.split()
+    assert said.format(folders) in caplog.text
+    assert bool(caplog.records) == bool(said)
 
 
-def test_other_weights(folders: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An epoch is as long as each pack needs to come once; what comes more often is said."""
-    path = blend(folders, "path: a, weight: 1", "path: b, weight: 1")
-    found = keys(path)
-    assert found[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert found[6:] == ["a0", "b3", "a1", "b4", "a2", "b5"]
-    assert f"an epoch has 12 packs: 6 of the 3 of {folders}/a, 6 of the 6 of" in caplog.text
-    blend(folders, "path: a, weight: 1", "path: b, weight: 0.001")
+def test_a_weight_that_is_a_mistake_is_refused(folders: Path) -> None:
+    path = blend(folders, "path: a, weight: 1", "path: b, weight: 0.001")
     with pytest.raises(PackedFolderError, match="by weight, an epoch would have 6006 packs"):
         PackedFolder(path)
-
-
-def test_subsets_and_repetitions(folders: Path) -> None:
-    twice = "path: b, repetitions: 2, subset: {range: [1, 4]}"
-    path = blend(folders, twice, "path: a, subset: {range: [1, end]}")
-    assert keys(path) == ["b1", "b2", "a1", "b3", "b1", "b2", "a2", "b3"]
-    blend(folders, "path: a, repetitions: 1.34")
-    assert keys(path) == ["a0", "a1", "a2", "a0"]
-
-
-def test_other_splits_have_each_pack_once(folders: Path) -> None:
-    """One dataset after the other, as Energon validates."""
-    entries = (f"path: {name}, weight: 1, split_part: train" for name in "ba")
-    path = blend(folders, *entries, split="val")
-    assert keys(path, "val") == ["b0", "b1", "b2", "b3", "b4", "b5", "a0", "a1", "a2"]
 
 
 def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:

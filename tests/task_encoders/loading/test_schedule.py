@@ -37,12 +37,12 @@ def read(schedule: InTurn, steps: int, state: Any = None) -> tuple[list[list[lis
         if state is not None:
             sampler.load_state_dict(state)
         while len(own) < steps:
-            epoch = sampler._epoch
+            epoch = sampler.state.epoch
             for row in sampler:
                 own.append(row)
                 if len(own) == steps:
                     break
-            assert len(own) == steps or sampler._epoch > epoch
+            assert len(own) == steps or sampler.state.epoch > epoch
         rows.append(own)
         states.append(sampler.state_dict())
     assert all(own == states[0] for own in states)
@@ -73,7 +73,7 @@ def test_each_pack_comes_once_per_epoch(
         times = [seen[number] for number in range(count)]
         assert max(times) - min(times) <= 1
         seen.update(number for row in last for number in row)
-        if not last._earlier:
+        if not last.state.earlier:
             assert len({seen[number] for number in range(count)}) == 1
 
 

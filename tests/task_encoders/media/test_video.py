@@ -23,10 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from task_encoders.families import build_sample_encoder, model_options
+from task_encoders.families import build_sample_encoder
 from task_encoders.media import video_file
-from task_encoders.media.patches import normalisation
-from task_encoders.media.video import video_patches
 from task_encoders.media.video_file import (
     MissingPyAVError,
     VideoHeader,
@@ -97,7 +95,7 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
     turned = options.get("rotation", 0) in (90, 270)
     assert (header.height, header.width) == ((64, 48) if turned else (48, 64))
     assert header.rotation == options.get("rotation", 0)
-    rows, (grid, *_) = video_patches(data, small_rule, VISION)
+    rows, (grid, _) = SMALL.encode_video(data)
     assert grid == small_rule(header).grid
     assert len(rows) == math.prod(grid)
     plain = read_mp4_header(io.BytesIO(data))[0] if video_file.is_mp4(data[:12]) else None
@@ -204,14 +202,6 @@ def test_grids_are_those_of_transformers() -> None:
         assert sampled.grid == expected
 
 
-@pytest.mark.parametrize(
-    "bad", [{"video_min_frames": 1}, {"video_min_pixels": 9, "video_max_pixels": 8}]
-)
-def test_settings_that_cannot_be(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must satisfy 2 <= min <= max"):
-        model_options(**bad)
-
-
 # --- patches ---------------------------------------------------------------------------------
 
 
@@ -255,7 +245,7 @@ def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
     patchify = transformers_function("qwen2_vl", "patchify", "Qwen2VLVideoProcessor")
     data = make_video(num_frames=25, fps=10, width=150, height=100)
     header = header_of(data)
-    rows, (grid, *_) = video_patches(data, small_rule, VISION)
+    rows, (grid, _) = SMALL.encode_video(data)
     frames = decode_frames(data, header, small_rule(header).frames)
     size = (grid[2] * 14, grid[1] * 14)
     resized = [np.asarray(f.resize(size, Image.Resampling.BICUBIC)) for f in frames]
@@ -263,7 +253,7 @@ def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
     mean, std = (torch.tensor(v)[:, None, None] for v in (VISION.mean, VISION.std))
     expected, *their_grid = patchify(None, ((table - mean) / std)[None], 14, 2, 2)
     assert tuple(their_grid) == grid
-    values = normalisation(VISION).values(rows)
+    values = SMALL.normalisation.values(rows)
     np.testing.assert_allclose(values, expected[0].numpy(), atol=1e-6)
 
 
@@ -316,7 +306,7 @@ def test_bad_files(name: str) -> None:
     assert caught.value.reason == reason
     assert "\n" not in str(caught.value)
     with pytest.raises(SampleError):
-        video_patches(data, small_rule, VISION)
+        SMALL.encode_video(data)
 
 
 def test_claims_cost_no_memory() -> None:
@@ -368,12 +358,12 @@ def test_limits() -> None:
     small = patched(MP4, b"stsd", 16 + 32, struct.pack(">HH", 16, 16))
     assert header_of(small).width == 16
     for limit, refused in ((4 * 64 * 48, False), (4 * 64 * 48 - 1, True)):
-        vision_settings = dataclasses.replace(VISION, max_image_pixels=limit)
+        encoder: Any = build_sample_encoder(max_image_pixels=limit, **LIMITS)
         with pytest.raises(SampleError, match="max_pixels") if refused else nullcontext():
-            video_patches(small, small_rule, vision_settings)
+            encoder.encode_video(small)
     long = make_video(num_frames=2, width=16, height=512, codec="mpeg4")
     with pytest.raises(SampleError, match="aspect_ratio"):
-        video_patches(long, build_sample_encoder(max_aspect_ratio=30).sample_video, VISION)
+        build_sample_encoder(max_aspect_ratio=30).encode_video(long)
 
 
 def test_a_zero_duration_has_no_rate() -> None:
@@ -391,7 +381,7 @@ def test_frames_that_do_not_decode() -> None:
     )
     assert header_of(damaged).num_frames == 20
     with pytest.raises(SampleError, match="truncated_video"):
-        video_patches(damaged, small_rule, VISION)
+        SMALL.encode_video(damaged)
 
 
 def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,16 +394,17 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
         video_file._pyav.cache_clear()
 
 
+CAREFUL: Any = build_sample_encoder(max_image_pixels=1 << 20, max_video_frames=2000, **LIMITS)
+
+
 def survives(data: bytes) -> bool:
     """Return True if a file is accepted; it then encodes to its measured grid, or not at all."""
     try:
-        header = read_video_header(io.BytesIO(data), max_frame_pixels=1 << 20, max_frames=2000)
-        grid = small_rule(header).grid
+        grid = CAREFUL.sample_video(CAREFUL.video_header(io.BytesIO(data))).grid
     except SampleError:
         return False
-    vision_settings = dataclasses.replace(VISION, max_image_pixels=1 << 20)
     try:
-        rows, (encoded, *_) = video_patches(data, small_rule, vision_settings, 2000)
+        rows, (encoded, _) = CAREFUL.encode_video(data)
     except SampleError:
         return True
     assert encoded == grid

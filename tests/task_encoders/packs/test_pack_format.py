@@ -88,8 +88,14 @@ def test_details_that_are_none_set_their_sub_sample_aside(details: Any) -> None:
 
 @pytest.mark.parametrize("name", PACKS)
 def test_round_trip(name: str) -> None:
+    """The nested form is used only where it is needed, and videos are named only where they are."""
     task, subs = PACKS[name]
-    restored = restore_pack(pack_json(subs, task), "ps_0")
+    data = pack_json(subs, task)
+    record = json.loads(data)
+    assert list(record) == ["images", "prompt", "captions", "meta"]
+    for column in ("images", "prompt", "captions"):
+        assert {isinstance(entry, list) for entry in record[column]} == {"flat" not in name}
+    restored = restore_pack(data, "ps_0")
     assert restored.task == task
     assert restored.keys == tuple(s.sample.key for s in subs)
     assert restored.num_tokens == tuple(s.num_tokens for s in subs)
@@ -102,58 +108,68 @@ def test_round_trip(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nested"),
-    [("flat captioning", False), ("flat vqa", False), ("vqa with text only", True), ("bmr", True)],
+    ("found", "expected"),
+    [
+        (pack_key(42), "ps_00000042"),
+        (pack_key(42, "cap_"), "cap_ps_00000042"),
+        (media_part_names(["jpg", "png"]), ["img000.jpg", "img001.png"]),
+        (image_extension("photo.v2.JPG", "JPEG"), "jpg"),
+        (image_extension("photo.pkl", "PNG"), "png"),
+        (image_extension("no extension", "JPEG"), "jpg"),
+        (video_extension("a.MP4", "mp4"), "mp4"),
+        (video_extension("a.mov", "mp4"), "mov"),
+        (video_extension("a.bin", "webm"), "webm"),
+        (video_extension("x", "avi"), "avi"),
+    ],
 )
-def test_the_nested_form_is_used_only_where_needed(name: str, nested: bool) -> None:
-    task, subs = PACKS[name]
-    record = json.loads(pack_json(subs, task))
-    for column in ("images", "prompt", "captions"):
-        assert all(isinstance(entry, list) == nested for entry in record[column])
+def test_the_documented_names(found: object, expected: object) -> None:
+    assert found == expected
 
 
-def test_the_documented_bytes() -> None:
-    assert pack_key(42) == "ps_00000042"
-    assert pack_key(42, "cap_") == "cap_ps_00000042"
-    assert media_part_names(["jpg", "png"]) == ["img000.jpg", "img001.png"]
-    assert image_extension("photo.v2.JPG", "JPEG") == "jpg"
-    assert image_extension("photo.pkl", "PNG") == "png"
-    assert image_extension("no extension", "JPEG") == "jpg"
+def of_others(number: int, prompt: str, answer: str, task: str, **media: Any) -> SourceSample:
+    return SourceSample(f"p/{number}", task, (Turn(prompt, answer),), **media)
 
 
-def test_packs_written_by_others_are_read() -> None:
-    record = {
-        "images": ["img0.jpg", ""],
-        "prompts": ["<image>\nWhat?", "Hi"],
-        "captions": ["a", "b"],
-    }
-    restored = restore_pack(record, "ps_7", "vqa")
-    first, second = restored.sub_samples
-    assert isinstance(first, SourceSample)
-    assert isinstance(second, SourceSample)
-    assert (first.key, first.images, first.turns[0].prompt) == (
-        "ps_7/0",
-        ("img0.jpg",),
-        "<image>\nWhat?",
-    )
-    assert second.images == ()
-    assert restored.task is None
-    assert restored.num_tokens is None
-    captions = restore_pack({"images": ["img0.jpg"], "captions": ["x"]}, "ps_8", None)
-    assert captions.sub_samples[0] == SourceSample(
-        "ps_8/0", "captioning", (Turn("", "x"),), ("img0.jpg",)
-    )
+CAPTION = of_others(0, "", "x", "captioning", images=("img0.jpg",))
 
 
-def test_no_prompts_and_no_images_in_any_spelling() -> None:
-    for prompts in ({}, {"prompts": []}, {"prompt": None, "prompts": []}):
-        record = {"images": ["img0.jpg"], "captions": ["x"], **prompts}
-        (sub,) = restore_pack(record, "ps_8", "captioning").sub_samples
-        assert sub == SourceSample("ps_8/0", "captioning", (Turn("", "x"),), ("img0.jpg",))
-    record = {"images": ["", None, [], [""], [None]], "prompt": ["q"] * 5, "captions": ["a"] * 5}
-    *subs, odd = restore_pack(record, "ps_9", "bmr").sub_samples
-    assert [sub.images for sub in subs if isinstance(sub, SourceSample)] == [()] * 4
-    assert isinstance(odd, SampleError)
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            {
+                "images": ["img0.jpg", ""],
+                "prompts": ["<image>\nWhat?", "Hi"],
+                "captions": ["a", "b"],
+            },
+            [
+                of_others(0, "<image>\nWhat?", "a", "vqa", images=("img0.jpg",)),
+                of_others(1, "Hi", "b", "vqa"),
+            ],
+        ),
+        (
+            {"videos": ["vid0.mp4", None], "prompts": ["<video>?", "b"], "captions": ["x", "y"]},
+            [
+                of_others(0, "<video>?", "x", "vqa", videos=("vid0.mp4",)),
+                of_others(1, "b", "y", "vqa"),
+            ],
+        ),
+        (
+            {"images": ["", None, [], [""]], "prompt": ["q"] * 4, "captions": ["a"] * 4},
+            [of_others(i, "q", "a", "vqa") for i in range(4)],
+        ),
+        ({"images": ["img0.jpg"], "captions": ["x"]}, [CAPTION]),
+        ({"images": ["img0.jpg"], "captions": ["x"], "prompts": []}, [CAPTION]),
+        ({"images": ["img0.jpg"], "captions": ["x"], "prompt": None, "prompts": []}, [CAPTION]),
+    ],
+)
+def test_packs_written_by_others_are_read(
+    record: dict[str, Any], expected: list[SourceSample]
+) -> None:
+    task = None if expected == [CAPTION] else expected[0].task
+    restored = restore_pack(record, "p", task)
+    assert [*restored.sub_samples] == expected
+    assert (restored.task, restored.num_tokens) == (None, None)
 
 
 def test_codec_input_of_llava_onevision_2_is_refused_by_name() -> None:
@@ -207,6 +223,7 @@ def test_images_are_matched_with_members() -> None:
         ({"images": [[]], "prompt": [["q"]], "captions": [[" "]]}, "empty_answer"),
         ({"images": [[]], "prompt": [["q"]], "captions": [[3]]}, "bad_record"),
         ({"images": [[]], "prompt": [[]], "captions": [[]]}, "bad_record"),
+        ({"images": [[None]], "prompt": [["q"]], "captions": [["a"]]}, "bad_record"),
         (
             {"images": [["a", "b"]], "prompt": [["<image>"]], "captions": [["x"]]},
             "image_count_mismatch",
@@ -230,6 +247,7 @@ def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
         {},
         {"images": [], "captions": "x"},
         {"images": ["a"], "captions": ["x", "y"]},
+        {"videos": ["a"], "captions": ["x", "y"]},
         {"images": ["a"], "captions": ["x"], "prompt": ["p", "q"]},
         {"images": ["a"], "captions": ["x"], "meta": {"keys": ["p", "q"]}},
         {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": []}},
@@ -276,31 +294,3 @@ def test_a_pack_with_videos() -> None:
         (),
         ("vid002.mov",),
     ]
-
-
-def test_a_pack_without_videos_says_nothing_of_them() -> None:
-    for task, subs in PACKS.values():
-        assert list(json.loads(pack_json(subs, task))) == ["images", "prompt", "captions", "meta"]
-
-
-def test_packs_of_videos_that_others_wrote() -> None:
-    record = {"videos": ["vid0.mp4", None], "prompts": ["<video>?", "b"], "captions": ["x", "y"]}
-    first, second = restore_pack(record, "ps_0", "vqa").sub_samples
-    assert isinstance(first, SourceSample)
-    assert isinstance(second, SourceSample)
-    assert (first.videos, second.videos) == (("vid0.mp4",), ())
-    with pytest.raises(PackFormatError, match="1 videos for 2 captions"):
-        restore_pack({**record, "videos": ["vid0.mp4"]}, "ps_0", "vqa")
-
-
-@pytest.mark.parametrize(
-    ("name", "container", "expected"),
-    [
-        ("a.MP4", "mp4", "mp4"),
-        ("a.mov", "mp4", "mov"),
-        ("a.bin", "webm", "webm"),
-        ("x", "avi", "avi"),
-    ],
-)
-def test_video_extension(name: str, container: str, expected: str) -> None:
-    assert video_extension(name, container) == expected

@@ -125,29 +125,23 @@ def test_they_are_no_source(run: Run, tmp_path: Path) -> None:
         measure(make_run(source, tmp_path / "again"))
 
 
-def test_object_storage(tmp_path: Path) -> None:
-    """By multi-storage-client, whose default profile is the file system here."""
-    local = {**formats.pairs(tmp_path / "data", SAMPLES), "task": "bmr"}
-    remote = {**local, "path": f"msc://__filesystem__{tmp_path}/data"}
-    runs = [refer_run(local, tmp_path / "here"), refer_run(remote, tmp_path / "there")]
-    for run in runs:
-        pack_all(run)
-    assert_same(*(batches_of(run.workspace.root, task_encoder(run)) for run in runs))
-    roots = json.loads((tmp_path / "there/media_roots.json").read_text())
-    assert roots["files0"] == f"msc://__filesystem__{tmp_path}/data"
-
-
-@pytest.mark.parametrize("name", ["pairs", "webdataset"])
-def test_media_in_s3(name: str, tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
-    """Files, and ranges of tars."""
+@pytest.mark.parametrize(
+    ("name", "storage"), [("pairs", "msc"), ("pairs", "s3"), ("webdataset", "s3")]
+)
+def test_object_storage(
+    name: str, storage: str, tmp_path: Path, object_store: ObjectStore, bucket: str
+) -> None:
+    """Files, and ranges of tars; also by multi-storage-client, whose default profile is the file
+    system here."""
     local = {**FORMATS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
+    url = f"{bucket}/data" if storage == "s3" else f"msc://__filesystem__{tmp_path}/data"
     object_store.put_folder(tmp_path / "data", f"{bucket}/data")
-    remote = {**local, "path": f"{bucket}/data"}
-    runs = [refer_run(local, tmp_path / "here"), refer_run(remote, tmp_path / "there")]
+    runs = [refer_run(local, tmp_path / "here"), refer_run({**local, "path": url}, tmp_path / "o")]
     for run in runs:
         pack_all(run)
     assert_same(*map(batches, runs))
     assert verify(runs[1], deep=True).ok
+    assert url in json.loads((tmp_path / "o/media_roots.json").read_text()).values()
 
 
 def test_blend(world: World, tmp_path: Path) -> None:

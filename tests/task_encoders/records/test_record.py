@@ -44,37 +44,35 @@ X, XY = ("x.jpg",), ("x.jpg", "y.jpg")
 SAID = [{"role": "system", "content": "s"}, *dialogue("a", "b")]
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (
-            {"messages": dialogue("<image>a", "b", "c", "d"), "images": ["x.jpg"]},
-            of("bmr", "<image>a", "b", "c", "d", images=X),
-        ),
-        ({"messages": SAID, "images": []}, of("bmr", "a", "b", system="s")),
-        ({"captions": [{"content": "a"}], "images": [*XY]}, of("captioning", "", "a", images=XY)),
-        ({"captions": ["a"], "image": "x.jpg"}, of("captioning", "", "a", images=X)),
-        (
-            {"caption": " a\n", "image": "x.jpg", "images": None},
-            of("captioning", "", " a\n", images=X),
-        ),
-        (
-            {"prompt": "q", "answers": ["a"], "captions": None, "images": []},
-            of("vqa", "q", "a"),
-        ),
-        ({"context": "q", "answer": "a", "other": {"deep": 1}}, of("vqa", "q", "a")),
-        (
-            {"question": ["q", "r"], "answers": ["a", {"content": "b"}], "images": []},
-            of("bmr", "q", "a", "r", "b"),
-        ),
-        (
-            {"messages": dialogue("Describe it.", "a"), "images": ["x.jpg"]},
-            of("captioning", "Describe it.", "a", images=X),
-        ),
-    ],
-)
-def test_forms(content: dict[str, Any], expected: SourceSample) -> None:
-    assert to_sample(content, "k", expected.task) == expected
+FORMS = [
+    (
+        {"messages": dialogue("<image>a", "b", "c", "d"), "images": ["x.jpg"]},
+        of("bmr", "<image>a", "b", "c", "d", images=X),
+    ),
+    ({"messages": SAID, "images": []}, of("bmr", "a", "b", system="s")),
+    ({"captions": [{"content": "a"}], "images": [*XY]}, of("captioning", "", "a", images=XY)),
+    ({"captions": ["a"], "image": "x.jpg"}, of("captioning", "", "a", images=X)),
+    ({"caption": " a\n", "image": "x.jpg", "images": None}, of("captioning", "", " a\n", images=X)),
+    ({"prompt": "q", "answers": ["a"], "captions": None, "images": []}, of("vqa", "q", "a")),
+    ({"context": "q", "answer": "a", "other": {"deep": 1}}, of("vqa", "q", "a")),
+    (
+        {"question": ["q", "r"], "answers": ["a", {"content": "b"}], "images": []},
+        of("bmr", "q", "a", "r", "b"),
+    ),
+    (
+        {"messages": dialogue("Describe it.", "a"), "images": ["x.jpg"]},
+        of("captioning", "Describe it.", "a", images=X),
+    ),
+    # A turn in one object.
+    (
+        {
+            "texts": [{"user": "a", "assistant": "b", "x": "y"}, {"user": "c", "assistant": "d"}],
+            "images": [{"path": "x.jpg"}],
+        },
+        of("bmr", "a", "b", "c", "d", images=X),
+    ),
+    ({"messages": [{"human": "a", "assistant": "b"}]}, of("bmr", "a", "b")),
+]
 
 
 @pytest.mark.parametrize(
@@ -373,14 +371,6 @@ def test_parts_without_a_name_are_the_record_s_media() -> None:
     assert sample.media == ("a.jpg", "b.mp4")
 
 
-def test_turns_in_one_object() -> None:
-    texts = [{"user": "a", "assistant": "b", "source": "x"}, {"user": "c", "assistant": "d"}]
-    sample = to_sample({"texts": texts, "images": [{"path": "a.jpg"}]}, "k", "bmr")
-    assert (sample.turns, sample.images) == ((Turn("a", "b"), Turn("c", "d")), ("a.jpg",))
-    of_ms_swift = [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "d"}]
-    assert to_sample({"messages": of_ms_swift}, "k", "bmr").turns == sample.turns
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -507,6 +497,7 @@ SENTENCE = {"type": "text", "text": "One."}
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
+        *FORMS,
         (
             {"text": "One. <image> Two. <image>", "images": ["a.jpg", {"path": "b.jpg"}]},
             document("One. <image> Two. <image>", "a.jpg", "b.jpg"),
@@ -557,8 +548,8 @@ SENTENCE = {"type": "text", "text": "One."}
         ),
     ],
 )
-def test_documents(content: dict[str, Any], expected: SourceSample) -> None:
-    assert to_sample(content, "k", "captioning") == expected
+def test_forms_and_documents(content: dict[str, Any], expected: SourceSample) -> None:
+    assert to_sample(content, "k", expected.task) == expected
 
 
 def ask(prompt: str, **fields: Any) -> dict[str, Any]:

@@ -17,11 +17,7 @@ from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.pieces import to_chat
-from task_encoders.text.qwen_templates import (
-    QWEN2_VL_TEMPLATE,
-    QWEN3_5_TEMPLATE,
-    QWEN3_VL_TEMPLATE,
-)
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE, QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from task_encoders.text.template_proof import load_template, prove
 from tests.helpers.datasets import image_bytes

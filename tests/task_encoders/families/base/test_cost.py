@@ -232,16 +232,6 @@ def test_transformers_writes_what_the_cost_follows_from(family: str, tmp_path: P
     assert dataclasses.replace(found, name=usual.name) == usual
 
 
-def test_recurrent_layers_cost_no_squares() -> None:
-    import transformers
-
-    config = transformers.Qwen3_5Config()
-    parts = (config.text_config.to_dict(), config.vision_config.to_dict())
-    found, usual = cost_of_sizes("", *parts), FAMILIES["qwen3_5"].cost
-    assert found.language == usual.language
-    assert usual.language.num_quadratic_layers == 8
-
-
 @pytest.mark.parametrize(("name", "shared"), [("Qwen3VLMoe", 0), ("Glm4vMoe", 1)])
 def test_of_a_mixture_the_experts_that_a_token_meets_count(
     name: str, shared: int, tmp_path: Path
