@@ -55,9 +55,11 @@ class PackingPool(Generic[Item]):
 
     def __init__(self, strategy: WindowOptions | Strategy) -> None:
         self._seq_length, self._limits = strategy.seq_length, NO_AMOUNTS
+        self._strategy: Strategy | PlannedWindows
         if isinstance(strategy, WindowOptions):
-            self._limits, strategy = strategy.budgets, PlannedWindows(strategy)
-        self._strategy: Strategy | PlannedWindows = strategy
+            self._strategy, self._limits = PlannedWindows(strategy), strategy.budgets
+        else:
+            self._strategy = strategy
         self._items: dict[int, Item] = {}  # by number of arrival; the order decides the packs
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._num_added = self._num_tokens = 0

@@ -13,7 +13,7 @@ LLaMA-Factory draws afresh in every run. Records with audio are set aside.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import orjson
 
@@ -75,7 +75,7 @@ class LlamaFactoryOptions(MediaOptions):
 class LlamaFactorySource(JsonSource):
     """One entry of dataset_info.json. To open it is to open the source of its file."""
 
-    Options = LlamaFactoryOptions
+    Options: ClassVar[Any] = LlamaFactoryOptions
 
     def __new__(cls, options: LlamaFactoryOptions, **places: Any) -> Source:  # type: ignore[misc]
         root, file_name = open_root(options.path)
@@ -189,7 +189,7 @@ class _EntryFields(FieldMap):
         return {self._names["images"], self._names["videos"]}
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        named = {name: content.get(column) for name, column in self._names.items()}
+        named: dict[str, Any] = {name: content.get(at) for name, at in self._names.items()}
         kept = {name: value for name in _KEPT if (value := named.get(name)) not in (None, "")}
         if self._tags:
             said = named["messages"]
