@@ -33,7 +33,7 @@ def _check_local(context: click.Context, argument: click.Parameter, path: Any) -
 @click.argument("path", callback=_check_local)
 @click.option("--to", type=FILE, default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
-@click.option("--output", help="Its output.path; default: out/packed, or a folder beside PATH.")
+@click.option("--output", help="Its output.path; default: out/packed, or a folder next to PATH.")
 @click.option("--processor", default=BUILTIN, help="The checkpoint you train; sets model.family.")
 @click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
 def init(
@@ -137,8 +137,8 @@ def export(
 ) -> None:
     """Write the packs of a finished output OUT in another form into a folder or URL OTHER.
 
-    Called again, it goes on where it was killed. If OTHER is complete, every file is compared with
-    its hash. `prompts` of single files hold what `prompt` does: converters to tars read either.
+    Called again, it continues where it was killed. If OTHER is complete, it compares every file
+    with its hash. `prompts` of single files hold what `prompt` does: converters to tars read either.
     """
     from offline_packing.export.export import export as run_export
     from offline_packing.export.export import preview_export

@@ -78,11 +78,11 @@ class PackingConfig(Section):
             if any(output == Path(path).resolve() for path in others):
                 raise ValueError(
                     f"output.path {self.output.path!r} is named by source.skip or format index; "
-                    "new packs need a folder of their own"
+                    "new packs need their own folder"
                 )
             if output.is_relative_to(Path(source.path).resolve()):
                 raise ValueError(  # it would find its own packs
-                    f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "
+                    f"output.path {self.output.path!r} is inside source.path {source.path!r}; "
                     "choose a folder outside"
                 )
         if self.pack.share_prefixes is not None:

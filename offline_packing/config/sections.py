@@ -46,7 +46,7 @@ class OrderConfig(Section):
     #: loader workers on each rank
     num_workers: NonNegative = 1
     #: packs of a step are of one kind: all have images, or all have videos, or all have neither, as
-    #: FSDP and ZeRO-3 need; for every divisor of num_ranks, too
+    #: FSDP and ZeRO-3 need; also for every divisor of num_ranks
     uniform: bool = False
 
 

@@ -65,7 +65,7 @@ def prefix_row(
     Args:
         media_hashes: `hash_medium` of the prefix's media, which covers some bytes only.
         media: a hash of all bytes of each of these media, or `hash_place` where they were not read.
-            Samples share a prefix if these are equal, too, or if the files are.
+            Samples share a prefix if these are also equal, or if the files are.
         options: options of these media: two clips of one file differ.
     """
     if prefix is None:

@@ -27,7 +27,7 @@ from task_encoders.packs.manifest import PackColumns
 SAMPLES_IN_MEMORY: Final = 1 << 17
 #: The most groups; each has an open scratch file.
 _MAX_GROUPS: Final = 256
-#: Columns of samples' sizes to those of their prefixes'.
+#: The prefix's column for each column of a sample's size.
 _OF_PREFIX: Final = {f"num_{name}": f"prefix_{name}" for name in ("tokens", "images", "videos")}
 #: Columns that decide which media of a sample are in its prefix.
 LEADING: Final = ("num_images", "prefix_images", "prefix_videos")

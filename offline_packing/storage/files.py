@@ -80,8 +80,8 @@ def _is_private(path: Path) -> bool:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder in `private_folder`, and remove it after the block. Remove what killed
-    processes left, too."""
+    """Make a folder in `private_folder`, and remove it after the block. Also remove what killed
+    processes left."""
     parent = private_folder()
     with ExitStack() as held:
         with _locked(parent, fcntl.LOCK_EX):

@@ -124,7 +124,7 @@ def test_a_complete_output_of_copies(config: Path, tmp_path: Path) -> None:
         ("run CONFIG model.processor=/etc", 2, "'/etc' is a folder without a tokenizer"),
         ("run CONFIG pack.seqlen=1", 2, "pack.seqlen is not a known field; valid: seq_length"),
         ("run CONFIG source.path=nowhere", 1, "error: source path 'nowhere' does not exist"),
-        ("run CONFIG output.path=DATA/out", 2, "lies inside source.path"),
+        ("run CONFIG output.path=DATA/out", 2, "is inside source.path"),
         ("plan CONFIG", 1, "error: no complete index in"),
         ("run CONFIG pack.seq_length=20", 1, "; raise pack.seq_length or lower model.max_pixels\n"),
         ("pack CONFIG", 2, "No such command 'pack'"),
@@ -486,7 +486,7 @@ def test_what_cannot_run_is_not_next(tmp_path: Path) -> None:
     assert "split: {train: 0.99, val: 0.01}" in to.read_text()
     inside = ["init", str(tmp_path / "data"), "--to", str(tmp_path / "b.yaml"), "--output"]
     result = CliRunner().invoke(cli, [*inside, str(tmp_path / "data" / "out")])
-    assert "lies inside source.path" in str(result.exception)
+    assert "is inside source.path" in str(result.exception)
     assert not (tmp_path / "b.yaml").exists()
 
 
