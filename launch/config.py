@@ -69,7 +69,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> "DataConfig":
         if self.online is not None and len(self.paths) > 1:
-            raise ValueError("online packs while training, without stages; set path to one folder")
+            raise ValueError(
+                "data.online packs during training and has no stages; set data.path to one folder"
+            )
         return self
 
     @property
@@ -221,19 +223,19 @@ class LaunchConfig(Section):
     def _check_together(self) -> "LaunchConfig":
         if self.data.online and (self.data.order != "written" or self.validation.every):
             raise ValueError(
-                "data.online has packs while training only: set data.order=written and "
-                "validation.every=0"
+                "data.online makes packs during training, which can be neither ordered nor "
+                "validated; set data.order=written and validation.every=0"
             )
         if self.output.path.resolve() in [Path(path).resolve() for path in self.data.paths]:
             raise ValueError(
                 f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "
-                "give the run a folder of its own"
+                "choose another output.path"
             )
         is_short = not self.data.repeat and self.train.epochs > 1
         if len(self.data.paths) > 1 and (self.train.iterations or is_short):
             raise ValueError(
-                "stages of data.path take train.epochs passes each: leave out train.iterations, "
-                "and for more than one pass set data.repeat=true"
+                "data.path lists stages of train.epochs passes each; remove train.iterations, and "
+                "set data.repeat=true for more than one pass"
             )
         if self.data.cross_sample_attention and self.train.normalization != "token":
             raise ValueError(

@@ -193,8 +193,8 @@ def check_manifest(
         )
     if not manifest.is_padded_to(multiple):
         raise PackingSettingsError(
-            f"{folder}: packed without room for the multiples of {multiple} to which the task "
-            f"encoder pads; pack again with pack.pad_multiple={multiple}"
+            f"{folder}: the packs have no room for the padding of samples to multiples of "
+            f"{multiple}, which the task encoder does; pack again with pack.pad_multiple={multiple}"
         )
 
 

@@ -174,7 +174,7 @@ def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel
         )
     if packs > data.num_packs:
         logger.warning(
-            "a step takes %d packs and there are %d: each step is a pass over the data or more; "
+            "a step takes %d packs, but there are only %d, so that each step passes over all data; "
             "lower batch.%s",
             packs,
             data.num_packs,
@@ -194,8 +194,8 @@ def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel
     is_for_others = not is_served and data_parallel > 1
     if is_for_others and config.data.order != "balanced":
         logger.warning(
-            "the packs are in an order for %d data parallel ranks (pack.order), and there are %d: "
-            "these wait for each other; set data.order=balanced",
+            "the packs are ordered for %d data parallel ranks (pack.order), but %d are running and "
+            "will wait for each other; set data.order=balanced",
             data.ordered_for,
             data_parallel,
         )

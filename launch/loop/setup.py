@@ -213,15 +213,15 @@ def check_ends(config: LaunchConfig) -> None:
     if model.checkpoint:
         return
     logger.warning(
-        "random weights, in the sizes of model.preset=%s; set model.checkpoint to train a model "
-        "that exists",
+        "training begins with random weights, in the sizes of model.preset=%s; set "
+        "model.checkpoint to begin with those of a checkpoint",
         model.preset,
     )
     is_built_here = not isinstance(model, TransformersModelConfig)  # others copy the packs'
     if config.checkpoint.export and is_built_here and not has_builtin_processor(model.family):
         logger.warning(
-            "hf/ will have no tokenizer and no image processor: there is no built-in processor of "
-            "%s; copy them from a checkpoint, or train one with model.checkpoint",
+            "hf/ will contain no tokenizer and no image processor, as none is built in for %s; "
+            "copy them from a checkpoint, or set model.checkpoint",
             model.family,
         )
 

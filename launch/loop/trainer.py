@@ -241,7 +241,8 @@ class Trainer:
             keys = sorted({key for of_rank in on_all_ranks(pack_keys) for key in of_rank})
             raise StepError(
                 f"step {self.iteration + 1}: the gradient's norm is {norm} and the loss "
-                f"{totals.loss}; packs: {', '.join(keys)}"
+                f"{totals.loss}; look at its packs with offline-packing preview, or lower "
+                f"schedule.learning_rate; packs: {', '.join(keys)}"
             )
         self.iteration += 1
         seconds = time.perf_counter() - started

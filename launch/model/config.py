@@ -113,7 +113,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
         if len(self.freeze) == 3:
-            raise ValueError("freeze holds all three parts, nothing would be trained; remove one")
+            raise ValueError("freeze lists all parts, so that nothing would be trained; remove one")
         has_sizes = self.text or self.vision or self.tie_word_embeddings is not None
         if self.checkpoint is not None and has_sizes:
             raise ValueError(
@@ -208,7 +208,7 @@ class TransformersModelConfig(ModelConfig):
     @model_validator(mode="after")
     def _check_lora(self) -> "TransformersModelConfig":
         if not self.fusions:
-            raise ValueError("fusions are of launch.train's layers; remove it")
+            raise ValueError("fusions exist in launch.train only; remove it")
         if self.lora is not None and self.freeze:
-            raise ValueError("lora freezes all weights but its own; remove freeze")
+            raise ValueError("lora freezes all other weights already; remove freeze")
         return self

@@ -134,8 +134,8 @@ def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
         return available[0]
     if requested not in available:
         raise ValueError(
-            f"attention {requested!r} cannot be used for {dtype} on {device}; here are "
-            f"{', '.join(available)}; set attention: auto"
+            f"attention {requested!r} cannot be used for {dtype} on {device}; set "
+            f"attention to auto or to one of: {', '.join(available)}"
         )
     return requested
 

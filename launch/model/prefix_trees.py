@@ -110,7 +110,10 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
         attn_mask: (S,) True = padding.
     """
     if params.cp_group is not None and params.cp_group.size() > 1:
-        raise ValueError("a row with prefix trees cannot be cut over context parallel ranks")
+        raise ValueError(
+            "rows with shared prefixes cannot be split over context parallel ranks; set "
+            "parallel.context=1, or pack without pack.share_prefixes"
+        )
     layout = layout_of(params).long()
     parents = parents.flatten().long()
     numbers: list[int] = parents.tolist()

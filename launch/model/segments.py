@@ -235,7 +235,7 @@ def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
     if segments is None:
         return None
     if len(segments) != 1:
-        raise ValueError(f"{len(segments)} packed rows in a batch; give one, with all packs in it")
+        raise ValueError(f"the batch has {len(segments)} packed rows; join all packs into one")
     return list(segments[0].bincount().tolist())
 
 

@@ -62,13 +62,15 @@ def prepare(model_args: Any, data_args: Any, training_args: Any, finetuning_args
     datasets = [*(data_args.dataset or []), *(data_args.eval_dataset or [])]
     path = next(filter(is_packed, datasets))
     if len(data_args.dataset or []) != 1 or len(data_args.eval_dataset or []) > 1:
-        raise ValueError(f"{path} holds packs, which train alone; give one dataset")
+        raise ValueError(f"{path} holds packs, which no other data joins; name one dataset")
     if not all(map(is_packed, datasets)):
         raise ValueError(f"{path} holds packs; give packs as both dataset and eval_dataset")
     if not training_args.do_train:
-        raise ValueError(f"{path} holds packs, which are evaluated in training; set do_train: true")
+        raise ValueError(f"{path} holds packs, evaluated during training only; set do_train: true")
     if finetuning_args.pure_bf16:
-        raise ValueError("pure_bf16 trains weights that small steps do not change; set bf16: true")
+        raise ValueError(
+            "pure_bf16 keeps 16-bit weights, which small steps do not change; set bf16: true"
+        )
     given = zip(
         (data_args, model_args, training_args, finetuning_args), _DONE_BEFORE.values(), strict=True
     )

@@ -91,8 +91,8 @@ def _prepare_dataset(pipeline: SwiftSft) -> list[Any]:
         raise ValueError(f"{packed[0]} holds packs, which train alone; give one --dataset")
     if args.train_dataloader_shuffle or args.group_by_length:
         raise ValueError(
-            f"{packed[0]} holds packs in the order to train in; set --train_dataloader_shuffle "
-            "false, and no --group_by_length"
+            f"{packed[0]} holds packs in their training order; set --train_dataloader_shuffle "
+            "false, and leave out --group_by_length"
         )
     validation = packs_for(pipeline, args.val_dataset[0], "val") if args.val_dataset else None
     return [packs_for(pipeline, args.dataset[0], "train"), validation]

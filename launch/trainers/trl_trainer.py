@@ -28,7 +28,9 @@ class PackedSFTTrainer(TrainsPacks, SFTTrainer):
 
     def __init__(self, *, args: SFTConfig, **kwargs: Any) -> None:
         if args.packing or args.padding_free:
-            raise ValueError("packs are packed already; set packing and padding_free false")
+            raise ValueError(
+                "the data are packed already; set packing=False and padding_free=False"
+            )
         args.dataset_kwargs = {"skip_prepare_dataset": True}
         super().__init__(args=args, **kwargs)
 

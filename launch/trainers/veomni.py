@@ -71,7 +71,7 @@ def build_loader(dataset: Any, **options: Any) -> Any:
     again."""
     if isinstance(dataset, VeOmniPacks):
         if options.get("dyn_bsz", True):
-            raise ValueError("packs are full already; set train.dyn_bsz false")
+            raise ValueError("the data are packed already; set train.dyn_bsz=false")
         options["shuffle"] = False
         warn_of_mixed_steps(dataset.packs, get_parallel_state().dp_size)
     return _veomnis_loader(dataset=dataset, **options)

@@ -138,7 +138,7 @@ def export(
     """Write the packs of a finished output OUT in another form into a folder or URL OTHER.
 
     Called again, it continues where it was killed. If OTHER is complete, it compares every file
-    with its hash. `prompts` of single files hold what `prompt` does: converters to tars read either.
+    with its hash. `prompts` of single files hold what `prompt` does, as converters read either.
     """
     from offline_packing.export.export import export as run_export
     from offline_packing.export.export import preview_export
@@ -185,7 +185,7 @@ def launch(script: str | None, arguments: tuple[str, ...], only_path: bool) -> N
         echo(path)
         return
     if path not in scripts.values():
-        raise click.ClickException(f"{path.name} is not run with bash; --print says where it is")
+        raise click.ClickException(f"{path.name} is no bash script; --print shows its path")
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.execvp("bash", ["bash", str(path), *arguments])
 

@@ -168,8 +168,8 @@ def verify_verb(
     if discard:
         if run.engine.IS_SHARED or deep or hash_only or samples:
             raise ConfigError(
-                "verify --discard goes alone, on an output that no rank works on: leave out "
-                "--deep, --hash-only and --samples, and set engine.name=local"
+                "verify --discard works alone, without other ranks; leave out --deep, --hash-only "
+                "and --samples, and set engine.name=local"
             )
         echo(verifying.discard(run, dry_run=dry_run))
         return

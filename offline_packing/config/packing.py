@@ -49,10 +49,13 @@ class PackingConfig(Section):
     @classmethod
     def _check_sources(cls, sources: tuple[SourceOptions, ...]) -> tuple[SourceOptions, ...]:
         if not sources:
-            raise ValueError("no source; name at least one")
+            raise ValueError("no source is given; add one")
         tasks = sorted({source.task for source in sources})
         if len(tasks) > 1:
-            raise ValueError(f"tasks {' and '.join(tasks)} in one output; pack each and blend them")
+            raise ValueError(
+                f"the sources have tasks {' and '.join(tasks)}, an output has one; pack each into "
+                "its own output, and blend these"
+            )
         if any(source.weight for source in sources):
             if not all(source.weight for source in sources):
                 raise ValueError("some sources have a weight and others none; give each a weight")
@@ -95,7 +98,9 @@ class PackingConfig(Section):
                 why = f"{min(wrong)!r} is {what}; give shares to {', '.join(names)}"
                 raise ValueError(f"pack.mixture: {why}")
             if any(source.weight or source.repeat != 1 for source in self.source):
-                raise ValueError("pack.mixture sets the uses of samples; remove weight and repeat")
+                raise ValueError(
+                    "pack.mixture decides how often samples are used; remove weight and repeat"
+                )
         kept = {place for source in self.source for place in getattr(source, "keep", ())}
         where = [] if self.pack.where is None else parse_filters(self.pack.where)
         for column, *_ in itertools.chain(*where):

@@ -149,16 +149,19 @@ class PackConfig(PlanOptions, Section):
     @model_validator(mode="after")
     def _check_added(self) -> "PackConfig":
         if self.on_overlong != "split_turns" and self.split_turns != SplitTurnsConfig():
-            raise ValueError(f"split_turns changes nothing under on_overlong {self.on_overlong}")
+            raise ValueError(
+                f"split_turns has no effect with on_overlong {self.on_overlong}; remove it, or set "
+                "on_overlong to split_turns"
+            )
         if self.share_prefixes and self.context_parallel > 1:
             raise ValueError(
-                "share_prefixes cannot go with context_parallel, each rank of which would need all "
-                "trunks; leave out one of them"
+                "share_prefixes and context_parallel cannot be combined: each rank would need all "
+                "trunks; remove one of them"
             )
         if self.share_prefixes and self.strategy in ("hash_bucket", "sequential"):
             raise ValueError(
-                f"strategy {self.strategy} counts samples, and share_prefixes joins some; choose "
-                "strategy auto, or leave out share_prefixes"
+                f"strategy {self.strategy} cannot be combined with share_prefixes, which joins "
+                "samples; choose strategy auto, or remove share_prefixes"
             )
         asked_passes(PlanRequest(self, self.budgets, self.layout, mixture=self.mixture))
         if self.padding > self.seq_length:
@@ -199,7 +202,7 @@ class OutputConfig(Section):
     @classmethod
     def _check_split(cls, split: dict[str, float]) -> dict[str, float]:
         if not split:
-            raise ValueError("no split; write for example {train: 1.0}")
+            raise ValueError("no split is named; write for example {train: 1.0}")
         for name, share in split.items():
             if not re.fullmatch(r"[A-Za-z0-9_]+", name):
                 raise ValueError(f"split name {name!r} may hold letters, digits and _ only")
@@ -212,7 +215,7 @@ class OutputConfig(Section):
     @model_validator(mode="after")
     def _check_media(self) -> "OutputConfig":
         if self.media == "refer" and self.layout != "energon":
-            raise ValueError(f"layout {self.layout} needs media in the packs; remove media=refer")
+            raise ValueError(f"layout {self.layout} stores media in the packs; remove media=refer")
         return self
 
 

@@ -87,7 +87,7 @@ def export(
     """
     engine = engine or LocalEngine(0)
     if engine.IS_SHARED:
-        raise StageError("export runs with engine.name local or ray: no step of it is shared")
+        raise StageError("ranks cannot share an export; set engine.name to local or ray")
     manifest, folder = _open(output, folder, to)
     num_packs = sum(manifest.counts.packs.values())
     made = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[FileName, str]])
@@ -147,11 +147,11 @@ def _open(output: Path, folder: Path, to: str) -> tuple[Manifest, Path]:
     for place in (folder, _partial(folder)):
         source = read_json(place / _SOURCE, _AGAIN, form=dict[str, Any])
         if source is None and place.is_dir() and set(place.iterdir()) - {place / OWN}:
-            raise StageError(f"{place} holds files of others; name another folder")
+            raise StageError(f"{place} holds files of something else; choose another folder")
         if source not in (None, _source(manifest, to)):
             raise StageError(
-                f"{place} holds packs of another output than {output} is now, or in another form; "
-                "remove the folder or name another"
+                f"{place} holds an export of other packs than {output} has, or in another form; "
+                "remove the folder, or choose another"
             )
     return manifest, folder
 

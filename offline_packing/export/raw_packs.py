@@ -40,7 +40,9 @@ def write(task: ShardExport) -> Mapping[str, str]:
     with task.tar() as tar:
         for pack in read_packs(task.output, tar):
             if "/" in pack.key:
-                raise StageError(f"{tar}: pack {pack.key!r} is in a folder; export packs of ours")
+                raise StageError(
+                    f"{tar} was not written by offline-packing: {pack.key!r} is in a folder"
+                )
             for part, data in [*pack.media.items(), (JSON_PART, _record(tar, pack))]:
                 path = target / f"{pack.key}.{part}"
                 remove_path(path)  # also a link, which may lead out of the folder

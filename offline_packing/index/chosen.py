@@ -43,7 +43,9 @@ def _parse_clause(clause: Any) -> tuple[str, str, Any]:
     given = value if _is_list(value) else [value]
     kinds = {"text" if isinstance(one, str) else "number" for one in given}
     if None in map(kept_value, given) or len(kinds) > 1:
-        raise ValueError(f"{where} compares with something else than numbers, or short texts")
+        raise ValueError(
+            f"{where} compares with something that is neither a number nor a short text"
+        )
     if op not in _OPERATORS:
         raise ValueError(f'{where}: "{op}" is not a valid operator; choose {", ".join(_OPERATORS)}')
     return f"{kinds.pop()} {name}", op, frozenset(value) if _is_list(value) else value

@@ -273,9 +273,7 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
         problem = LOST_PROMPTS.format(f"{lost['prompts']:,}", f"{lost['all']:,}")
         raise StageError(f"{path}: {problem}")
     if task is None:
-        raise StageError(
-            f"{path}: the packs do not say what they are; pass --task {'|'.join(TASKS)}"
-        )
+        raise StageError(f"{path}: the packs do not name their task; pass --task {'|'.join(TASKS)}")
     for tar in tars:
         write_atomically(tar.with_suffix(".tar.idx"), index_bytes(packs[tar.name]))
     hashes = hash_bytes(to_json({tar.name: hash_file(tar) for tar in tars}))

@@ -232,7 +232,9 @@ class Measure(Stage):
             size, count = run.config.engine.samples_per_part, len(self.tasks())
             if count > MANY_PARTS and size < MANY_PARTS:
                 advice = f"raise engine.samples_per_part {size:,}"
-                logger.warning("measure: %s parts, each some files; %s", f"{count:,}", advice)
+                logger.warning(
+                    "measure: %s parts write several files each; %s", f"{count:,}", advice
+                )
             before = [_TABLES(one.work) for one in self.tasks() if one.work.number not in numbers]
         with run.bar("measure", self.total()["records"], "record") as bar:
             results = read_each(at.index, read_result, before)

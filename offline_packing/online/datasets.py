@@ -214,7 +214,7 @@ class ConstantLengthDataset(Prefetched):
             most_images = max_images_per_sample
         alone = (max_sample_length or seq_length, most_images)
         if options.get("lengths") is not None:
-            raise ValueError("lengths tell of no images, which count here: leave them out")
+            raise ValueError("lengths do not count images, which are limited here; remove lengths")
         settings = {
             "seq_length": seq_length,
             "buffer_size": buffer_size,

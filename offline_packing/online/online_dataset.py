@@ -113,7 +113,7 @@ class OnlineDataset(IterableDataset[Any]):
         self.dataset = dataset
         self.packing = packing
         if shuffle and not has_indices(dataset):
-            raise ValueError("shuffle needs a dataset with indices; shuffle the stream itself")
+            raise ValueError("shuffle needs a dataset with indices; shuffle the stream instead")
         if lengths is not None and (not has_indices(dataset) or len(lengths) != len(dataset)):
             raise ValueError(
                 f"{len(lengths)} lengths: give one for each sample of a dataset with indices"
@@ -238,7 +238,7 @@ class _Pass:
             raise StageError(_NONE_OF_USE.format(self._last_error)) from self._last_error
         if self._owner.repeat:
             place = f"worker {self._reader.worker} of rank {self._reader.rank}"
-            raise StageError(f"{place} has no sample to repeat; take fewer workers")
+            raise StageError(f"{place} has no sample to repeat; set fewer workers")
 
     def _contents(self, pack: list[Sample]) -> list[Any]:
         """Return the samples of a pack, without those that prove unusable when they are read."""

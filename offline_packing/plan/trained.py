@@ -55,8 +55,8 @@ def count_trained(
         if not any(places[number] in own for number in named):
             paths = ", ".join(config.source[number].path for number in named)
             raise StageError(
-                f"source.skip: no pack that {path} trained is of {paths}; name the run that "
-                "trained it, or take it out"
+                f"source.skip: the run {path} trained no pack of {paths}; name the run that "
+                "did, or remove it"
             )
     for number, prefix in enumerate(config.key_prefixes()):
         paths_of = config.source[number].trained_by

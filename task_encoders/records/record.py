@@ -246,7 +246,9 @@ def _check_boxes(sample: SourceSample) -> None:
     texts = [text for turn in sample.turns for text in (turn.prompt, turn.answer)]
     mark = next((mark for mark in _BOX_MARKS for text in texts if mark in text), None)
     if mark is not None:
-        raise SampleError("bad_record", f"{mark} stands for a value of 'objects': write that there")
+        raise SampleError(
+            "bad_record", f"{mark} is a place for a value of 'objects'; write the value"
+        )
 
 
 #: No file of an image or a video is as short; the name of one may be.

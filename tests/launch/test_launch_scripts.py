@@ -285,7 +285,7 @@ def test_a_family_without_a_built_in_processor_is_trained_and_exported(
     caplog.set_level(logging.INFO)
     config = load_config(SFT, [*arguments, "model.family=qwen3_vl", "train.iterations=1"])
     assert run(config) == 0
-    told, step = (caplog.text.index(text) for text in ("hf/ will have no tokenizer", "step 1/1"))
+    told, step = (caplog.text.index(text) for text in ("hf/ will contain no tokenizer", "step 1/1"))
     assert told < step
     trained = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "hf")
     assert all(parameter.isfinite().all() for parameter in trained.parameters())

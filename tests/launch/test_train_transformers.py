@@ -211,7 +211,7 @@ def test_the_example_chooses_attention_for_the_dtype_that_is_computed_with(
         (["parallel.tensor=2"], "only launch.train has it"),
         (["model.attention=torch_varlen"], "'torch_varlen' cannot be used for"),
         (["model.attention=flash_attn"], "model.attention"),
-        (["model.lora={}", "model.freeze=[vision]"], "lora freezes all weights but its own"),
+        (["model.lora={}", "model.freeze=[vision]"], "lora freezes all other weights already"),
         (["model.lora.targets=[nothing]"], "name no matrix of the language model"),
         (["model.lora.targets=[q_proj, vproj]"], "['vproj'] name no matrix of the language model;"),
         (["model.lora.dropout=0.95"], "model.lora.dropout=0.95: input should be less than or"),

@@ -483,7 +483,7 @@ def test_a_filter_on_a_field_that_no_record_has(tmp_path: Path) -> None:
             measure(run)
 
 
-BAD_CLAUSE = "compares with something else than numbers, or short texts"
+BAD_CLAUSE = "compares with something that is neither a number nor a short text"
 
 
 @pytest.mark.parametrize(

@@ -454,7 +454,7 @@ def test_two_ranks_train_as_documented(
         ({"packing": True}, "leave out packing"),
         ({"neat_packing": True}, "leave out packing, neat_packing"),
         ({"max_samples": 10, "mask_history": True}, "leave out max_samples, mask_history"),
-        ({"dataset": "{packed},other"}, "give one dataset"),
+        ({"dataset": "{packed},other"}, "name one dataset"),
         ({"eval_dataset": "other"}, "give packs as both"),
         ({"eval_dataset": "{packed}"}, "no packs in its val split"),
         ({"do_train": False}, "set do_train: true"),

@@ -168,7 +168,7 @@ def test_packs_with_videos_hold_what_its_collator_makes_of_the_samples(
 def test_packs_are_not_packed_again(option: str, case: Any, tmp_path: Path) -> None:
     checkpoint, packed = case
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
-    with pytest.raises(ValueError, match="set packing and padding_free false"):
+    with pytest.raises(ValueError, match="set packing=False and padding_free=False"):
         make(tmp_path, model, open_packs(packed), checkpoint, **{option: True})
 
 

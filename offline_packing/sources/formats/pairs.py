@@ -49,7 +49,9 @@ class PairsSource(Source):
 
     def scan(self, samples_per_part: int) -> Scan:
         if self.file_name is not None:
-            raise StageError(f"source path {self.path!r} is a file; pairs need a folder")
+            raise StageError(
+                f"source path {self.path!r} is a file; set it to the folder of the pairs"
+            )
         digest = xxhash.xxh3_128()
         table = listing.FileTable(self._is_suffix)
         unpaired = [np.empty(0, np.uint64)]

@@ -181,7 +181,12 @@ SHARES = "80 steps, 1.60 times all packs|75.00% of them from b: 12.00 times its 
         (DATA, 1, "train: {epochs: 3}, data: {path: a, repeat: false}", "the run after 39 of"),
         (FOR_4, 2, TWO, ""),  # every second rank
         (FOR_3, 2, TWO, "for 3 data parallel ranks (pack.order), and there are 2"),
-        (SMALL, 1, "batch: {global_batch_packs: 101}", "takes 101 packs and there are 100: each"),
+        (
+            SMALL,
+            1,
+            "batch: {global_batch_packs: 101}",
+            "takes 101 packs, but there are only 100, so",
+        ),
         (MIXED, 1, "", ""),
         (MIXED, 1, "data: {path: a, order: balanced}", "a: shares of its sources change over"),
         (DATA, 2, "model: {fsdp: true}", ""),

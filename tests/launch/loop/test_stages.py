@@ -475,7 +475,7 @@ def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
     pack_all(make_run(other, tmp_path / "packed", pack={"seq_length": 256}))
     leg(tmp_path / "packed", tmp_path / "other", 1)
     again = stage_of(index, tmp_path / "e", 512, skip=skip)
-    refused(again, r"no pack that .*other trained is of .*short")
+    refused(again, r"the run .*other trained no pack of .*short")
     # packs that were written anew since
     own = {**other, "skip": [skip]}
     same = make_run(own, tmp_path / "f", pack={"seq_length": 256})

@@ -251,7 +251,7 @@ def test_what_would_leak_is_refused() -> None:
     with pytest.raises(ValueError, match="a packed row cannot be cached; set use_cache=False"):
         model(**{**short_row(), "use_cache": True})
     two = {name: value.expand(2, -1) for name, value in short_row().items() if name != "use_cache"}
-    with pytest.raises(ValueError, match="2 packed rows in a batch; give one"):
+    with pytest.raises(ValueError, match="the batch has 2 packed rows; join"):
         model(**two, use_cache=False)
     few = {"num_attention_heads": 2, "num_key_value_heads": 2}
     small = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}

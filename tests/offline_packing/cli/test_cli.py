@@ -342,7 +342,7 @@ def test_a_script_takes_the_place_of_the_command(monkeypatch: pytest.MonkeyPatch
     for name in ("sft.yaml", "slurm_sft.sbatch"):
         result = CliRunner().invoke(cli, ["launch", name])
         assert result.exit_code == 1
-        assert f"{name} is not run with bash; --print says where it is" in result.output
+        assert f"{name} is no bash script; --print shows its path" in result.output
     assert called == [("bash", ["bash", str(FOLDER / "sft_qwen2_vl.sh"), *given])]
     assert os.environ["PATH"].endswith(":/elsewhere")
 

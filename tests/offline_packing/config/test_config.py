@@ -77,7 +77,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("source.path=ftp://k:secret@b/x", r"source\.0\.path='ftp://…@b/x': keys in a URL"),
         ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),
         ("source.path=", r"source\.0\.path='': .*nothing is named"),
-        ("source=[]", r"source.*no source; name at least one"),
+        ("source=[]", r"source.*no source is given; add one"),
         ("pack.seed", r"'pack\.seed' is not of the form a\.b=value"),
         ("pack.seed.more=1", r"pack\.seed is 0, not a mapping"),
         ("pack.seed=99999999999999999999", r"pack\.seed=9+: .*less than or equal to 9223372036"),

@@ -313,9 +313,9 @@ def test_what_is_refused(packed: Run, world: World, tmp_path: Path) -> None:
         (trees, new, "nemo", r"to nemo: they hold samples that share prefixes"),
         (trees, new, "raw", r"to raw: they hold samples that share prefixes"),
         (tmp_path / "nothing", folder, "raw", r"no manifest in .*; run write first"),
-        (other, folder, "raw", "holds packs of another output"),
+        (other, folder, "raw", "holds an export of other packs"),
         (packed.workspace.root, folder, "nemo", "or in another form; remove the folder"),
-        (other, tmp_path / "own", "raw", "holds files of others; name another folder"),
+        (other, tmp_path / "own", "raw", "holds files of something else; choose another"),
     ):
         with pytest.raises(StageError, match=message):
             export(root, place, to)

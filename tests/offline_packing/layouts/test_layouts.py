@@ -200,7 +200,7 @@ def test_index_of_our_own_tars_is_the_same(packed: Path, tmp_path: Path) -> None
 def test_index_of_a_folder_by_others(tmp_path: Path) -> None:
     write_shard(tmp_path / "b.tar", [legacy_pack(2)])
     write_shard(tmp_path / "a.tar", [legacy_pack(0), legacy_pack(1)])
-    with pytest.raises(StageError, match=r"do not say what they are; pass --task captioning\|vqa"):
+    with pytest.raises(StageError, match=r"do not name their task; pass --task captioning\|vqa"):
         index_pack_folder(tmp_path)
     assert index_pack_folder(tmp_path, "vqa") == 3
     counts = json.loads((tmp_path / ".nv-meta/.info.json").read_text())["shard_counts"]

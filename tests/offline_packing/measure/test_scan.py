@@ -195,7 +195,7 @@ def test_very_many_parts_are_a_warning(
     measure(make_run(source, tmp_path / "few", engine={"samples_per_part": 2}))
     assert "parts" not in caplog.text
     measure(make_run(source, tmp_path / "many", engine={"samples_per_part": 1}))
-    assert "8 parts, each some files; raise engine.samples_per_part 1" in caplog.text
+    assert "8 parts write several files each; raise engine.samples_per_part 1" in caplog.text
 
 
 #: Of the records, every seventh has an empty answer.

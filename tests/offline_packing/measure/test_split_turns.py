@@ -173,7 +173,7 @@ CUT = {"on_overlong": "split_turns"}
 @pytest.mark.parametrize(
     ("pack", "others", "message"),
     [
-        ({"split_turns": {"context_turns": 2}}, {}, "split_turns changes nothing under"),
+        ({"split_turns": {"context_turns": 2}}, {}, "split_turns has no effect with"),
         (CUT, {"model": {"loss_on": "last"}}, "loss_on=last"),
         (
             {**CUT, "split_turns": {"context_turns": 2}},

@@ -106,7 +106,7 @@ ones = np.ones(4, int)
         ),
         (
             partial(ConstantLengthDataset, WITH_IMAGES, seq_length=8, lengths=[3, 3, 3]),
-            "lengths tell of no images",
+            "lengths do not count images",
         ),
         (partial(dynamic, micro_batch_size=2, pad_to_length=9), "is 9, less than .* = 16"),
         (partial(get_packed_loader, [1]), "dataset is a list; it must be a dataset of Energon"),

@@ -108,7 +108,7 @@ def test_ranks_that_may_end_unequally_are_told_before_the_first_step(
 
 def test_a_reader_with_nothing_to_repeat_is_one_error() -> None:
     few = packed(Indexed, LENGTHS[:2], repeat=True, rank=2, world_size=3)
-    with pytest.raises(StageError, match="worker 0 of rank 2 has no sample to repeat; take fewer"):
+    with pytest.raises(StageError, match="worker 0 of rank 2 has no sample to repeat; set fewer"):
         next(iter(few))
 
 

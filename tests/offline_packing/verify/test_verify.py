@@ -374,7 +374,7 @@ def test_verify_discard_goes_alone(
     monkeypatch.setenv("PACKING_RANK", "0")
     monkeypatch.setenv("PACKING_WORLD_SIZE", "2")
     for other in ("--deep", "engine.name=slurm"):
-        with pytest.raises(ConfigError, match="verify --discard goes alone"):
+        with pytest.raises(ConfigError, match="verify --discard works alone"):
             invoke("verify", "--discard", config, other)
     with packed.workspace.lock(), pytest.raises(StageError, match="another run is working on"):
         invoke("verify", "--discard", config)
