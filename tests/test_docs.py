@@ -214,12 +214,20 @@ def test_readme_is_short_and_its_first_program_needs_nothing(
 ) -> None:
     """No file, no configuration."""
     monkeypatch.chdir(tmp_path)
-    assert len(README.split()) <= 1300
+    assert len(README.split()) <= 1100
     first = next(block for block in blocks(README) if block.language == "python")
     assert len(first.text.strip().splitlines()) <= 12
     assert blocks_in_order()[0] == first
     run_here(first)
     assert not list(tmp_path.iterdir())
+
+
+def test_pages_are_read_once() -> None:
+    """User pages but the reference have at most 1,500 words, and the glossary 30 terms."""
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    lengths = {name: len(text.split()) for name, text in pages.items() if name != "configuration"}
+    assert {name: length for name, length in lengths.items() if length > 1500} == {}
+    assert len(re.findall(r"^\| (?!term |--)", pages["glossary"], re.MULTILINE)) <= 30
 
 
 def tree_paths() -> list[str]:

@@ -1,4 +1,4 @@
-"""Draw a document as `preview` spells it: the picture in docs/input.md.
+"""Draw a document as `preview` spells it: the picture in docs/records.md.
 
     python tools/preview_picture.py [docs/images/document.png]
 

@@ -1,4 +1,4 @@
-"""Packs in NeMo AutoModel, in place of its own packing; docs/integrations.md has a whole recipe.
+"""Packs in NeMo AutoModel, in place of its own packing; docs/recipes.md has a whole recipe.
 
     dataset: {_target_: launch.trainers.automodel.PacksConfig, path: out/packed}
     packed_sequence: {pack_size: 8192}

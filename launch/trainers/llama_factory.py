@@ -1,4 +1,4 @@
-"""Packs in LLaMA-Factory, in place of its `neat_packing`; docs/integrations.md has a whole recipe.
+"""Packs in LLaMA-Factory, in place of its `neat_packing`; docs/recipes.md has a whole recipe.
 
     OFFLINE_PACKED_DATA=1 DISABLE_VERSION_CHECK=1 torchrun --nproc-per-node 8 \\
         -m launch.trainers.llama_factory train.yaml

@@ -1,4 +1,4 @@
-"""Packs in VeOmni, in place of its dynamic batches; docs/integrations.md has a whole recipe.
+"""Packs in VeOmni, in place of its dynamic batches; docs/recipes.md has a whole recipe.
 
     OFFLINE_PACKED_DATA=1 torchrun --nproc-per-node 8 -m launch.trainers.veomni recipe.yaml \\
         --data.train_path out/packed --train.micro_batch_size 1 --train.dyn_bsz false

@@ -72,7 +72,7 @@ def init(
     next_command = f"offline-packing run --deep {to}"
     if not num_usable:
         raise click.ClickException(
-            f"none of the first records can be packed so; correct {to} (docs/input.md says how "
+            f"none of the first records can be packed so; correct {to} (docs/records.md says how "
             f"records are read), then: {next_command}"
         )
     echo(f"measured {num_usable} of the first records; next: {next_command}")

@@ -1,6 +1,6 @@
 """NeMo AutoModel on packs, and against what its own packing makes of the same samples: of images,
 of videos, of families beside Qwen's, cut for context parallelism; its recipe of
-docs/integrations.md, and what is wrong in others."""
+docs/recipes.md, and what is wrong in others."""
 
 import io
 import itertools
@@ -468,7 +468,7 @@ def test_its_cut_gives_each_rank_what_it_should(
     )
 
 
-PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 SEQ_LENGTH = 512
 
 

@@ -1,5 +1,5 @@
 """LLaMA-Factory on packs, and against what its own packing makes of the same samples; its recipe of
-docs/integrations.md, and what is wrong in others."""
+docs/recipes.md, and what is wrong in others."""
 
 import io
 import json
@@ -49,7 +49,7 @@ from tests.helpers.tiny_families import encoder_options
 from tests.peers import Say
 from tests.world import World
 
-PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 #: A CPU in place of a GPU, and the optimizer of `our_losses`.
 ON_A_CPU: dict[str, Any] = {
     "bf16": False,

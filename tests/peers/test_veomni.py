@@ -1,5 +1,5 @@
 """VeOmni on packs, and against what its own transform and collator make of the same samples, with
-images and with videos; its recipe of docs/integrations.md, and what is wrong in others."""
+images and with videos; its recipe of docs/recipes.md, and what is wrong in others."""
 
 import io
 import sys
@@ -343,7 +343,7 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
     say(f"{said} as its own, but for resized frames{but}")
 
 
-PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 
 
 #: Family of the checkpoint of a recipe.
