@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-#: f(n): n further units of work are done.
+#: f(n) is told that n further units of work are done.
 Advance = Callable[[int], object]
 SECONDS_BETWEEN_REPORTS: Final = 1.0
 

@@ -43,11 +43,11 @@ _AGAIN: Final = "remove the folder and export again"
 class Form(NamedTuple):
     """A form of exported packs."""
 
-    #: f(manifest): why packs of an output have no such form; "": they have
+    #: f(manifest) tells why packs of an output have no such form; "": they have it
     refuse: Callable[[Manifest], str]
-    #: f(task): write the files of a shard; returns their hashes by name, relative to the folder
+    #: f(task) writes the files of a shard, and returns their hashes by name in the folder
     write: Callable[[ShardExport], Mapping[str, str]]
-    #: f(folder, tasks): complete the export of all shards; returns the files that it consists of
+    #: f(folder, tasks) completes the export of all shards, and returns the files that make it up
     finish: Callable[[Path, Sequence[ShardExport]], list[str]]
 
 

@@ -22,7 +22,7 @@ class ShardExport:
 
     output: Path
     folder: Path
-    #: without its shards, which would travel with each task
+    #: the output's manifest without its shards, which would travel with each task
     manifest: Manifest
     line: ShardLine
 

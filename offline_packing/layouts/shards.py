@@ -143,7 +143,7 @@ def estimate_pack_bytes(
 class ShardFragment:
     """One finished shard."""
 
-    #: as in the manifest
+    #: name as in the manifest
     name: FileName
     split: SplitName
     num_samples: NonNegative
@@ -201,10 +201,10 @@ class PlannedSample:
     grid_thw: list[int]
     json: Locator
     media: tuple[Locator, ...]
-    #: of each medium, see `hash_medium`
+    #: `hash_medium` of each medium
     media_hash: list[int]
     extensions: tuple[str, ...]
-    #: None: the whole record at `json`
+    #: the part of a record that it is; None: the whole record at `json`
     part: ConversationPart | None = None
     #: 1: it shares its prefix with the sample before it in its pack; set, as are the tokens and
     #: media of the prefix, in a plan with trees
@@ -266,7 +266,7 @@ class ShardTask:
     #: folder for copies of files without random access
     unpack_folder: Path
     samples: pa.Table
-    #: (num_packs,)
+    #: number of samples of each pack, (num_packs,)
     pack_sizes: npt.NDArray[np.int64]
     sources: tuple[Source, ...] = ()
     task: str
@@ -274,7 +274,7 @@ class ShardTask:
     seq_length: int
     #: a name in LAYOUTS
     layout: str
-    #: see runs.artifacts.generation_of
+    #: generation of the packs, see runs.artifacts.generation_of
     generation: str
     #: whether packs refer to their media instead of holding them
     refers: bool = False

@@ -118,13 +118,13 @@ class StreamedSamples:
         self._dataset = dataset
         self._split = split
         self._keeps = (reader.index, reader.count) if split else (0, 1)
-        #: where the end comes at once, the dataset has no samples for anybody
+        #: whether an end at once means that the dataset has no samples for anybody
         self._must_give = split or reader.count == 1
         self._length = len(dataset) if split and hasattr(dataset, "__len__") else None
         self._mark_every = mark_every if hasattr(dataset, "state_dict") else 0
         self._iterator: Iterator[Any] | None = None
         self._position = 0
-        #: (samples read, the dataset's state then), ascending
+        #: pairs of the number of samples read and the dataset's state then, ascending
         self._marks: list[tuple[int, Any]] = [(0, None)]
 
     def next(self) -> tuple[int, Load] | None:

@@ -337,7 +337,7 @@ class ConversationPart:
 
     key: str
     json: Locator
-    #: of each image and then video of the record, its place among the sample's; -1: it is not shown
+    #: place of each image, then video, of the record among the sample's; -1: it is not shown
     media: tuple[int, ...]
     num_videos: int
     #: the first turn that is shown; turns before `first` carry no loss

@@ -25,7 +25,7 @@ from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleEr
 
 #: Part of every line on unused media: with one, a source without any picture is a mistake.
 UNUSED_MEDIA: Final = "holds media that no sample uses"
-#: In front of a control token that texts spell: told together, see `IndexInfo.warnings`.
+#: Prefix of a control token that texts spell: such are told together, see `IndexInfo.warnings`.
 SPELLED: Final = "control token "
 _UNUSED_TEXT: Final = "holds text that no sample uses"
 #: Names that fields with media have: image_2, img_path, video_url, frames.
@@ -55,7 +55,7 @@ _CLIPPED: Final = {
     "F": "images of floats are clipped to 0 … 255, as in transformers: values up to 1 become black",
 }
 
-#: (description, counted over all samples; an example)
+#: A description, which is counted over all samples, and an example.
 Lost = tuple[str, str]
 
 

@@ -55,7 +55,7 @@ class EpochSchedule:
     #: float64 (num_steps, num_ranks): cost of the micro batches, and the tower's part of it
     cost: np.ndarray
     tower_cost: np.ndarray
-    #: of the next epoch: nothing
+    #: stretches of the next epoch that this one trains: none
     begun: tuple[Stretch, ...] = ()
 
     def __len__(self) -> int:

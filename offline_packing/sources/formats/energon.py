@@ -51,7 +51,7 @@ _PICKLED: Final = ("jpgs", "mp4s", "videos")
 _CRUDE: Final = "CrudeWebdataset"
 _STEP: Final = re.compile(r"[^\[\]]+")
 _MAX_NAMES: Final = 1_000_000
-#: In a name: the time to expand them grows with the square of their number.
+#: Braces in a name: the time to expand them grows with the square of their number.
 _MAX_BRACES: Final = 1_000
 _INNERMOST: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(\.\.-?\d+)?")

@@ -52,7 +52,7 @@ _KEPT_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(MEDIA_EXTENSIONS, 256 << 20),
     **dict.fromkeys(_RECORD_EXTENSIONS, MAX_JSON_BYTES),
 }
-#: The same of all parts of a sample; one with more is set aside.
+#: Bytes of all these parts of a sample; a sample with more is set aside.
 _MOST_KEPT: Final = 512 << 20
 
 #: Column of a locator that spans several members, from a header on; of one member it is the part.

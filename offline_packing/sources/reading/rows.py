@@ -435,7 +435,7 @@ class _RowReader:
         self._bytes_read = 0
         #: open copies, by their originals
         self.copies: dict[str, RowFile] = {}
-        #: by path; a file may belong to several sources
+        #: prepared rows by the path of their file, which may belong to several sources
         self.at_hand: dict[str, list[_AtHand]] = {}
 
     def row(

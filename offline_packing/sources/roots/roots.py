@@ -185,7 +185,7 @@ def _missing(container: str, reason: str = "missing_image") -> Iterator[None]:
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14
-#: The same for a file that is read sequentially; two blocks are kept, as members of tars are read
+#: Options to read a file sequentially; two blocks are kept, as members of tars are read
 #: again after the next one's header.
 _SEQUENTIAL: Final = {
     "block_size": 4 << 20,
