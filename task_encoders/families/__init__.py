@@ -132,7 +132,7 @@ def build_sample_encoder(
             f"checkpoint {model.processor!r} is of {what}, not {model.family}; {remedy}, or name a "
             f"checkpoint of {model.family}"
         )
-    encoder = FAMILIES[model.family].build(model)
+    encoder = FAMILIES[model.family].build(model)  # type: ignore[call-arg]
     for token in model.control_tokens:
         encoder.tokenizer.special_id(token)
         if token in encoder.written_tokens:

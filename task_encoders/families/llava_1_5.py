@@ -76,8 +76,9 @@ class Llava15Encoder(FamilyEncoder):
         if options.template_options:
             raise ValueError(f"family {options.family} has no template_options; remove them")
         mean, std = TOWERS[options.tower]
-        whole = {"patch_size": options.image_size, "temporal_patch_size": 1}
-        super().__init__(options, VisionSettings(mean=mean, std=std, **whole))
+        size = options.image_size
+        vision = VisionSettings(patch_size=size, temporal_patch_size=1, mean=mean, std=std)
+        super().__init__(options, vision)
         side = options.image_size // options.patch_size
         self._grid = (1, side, side)
         num_tokens = options.tokens_per_image or side**2

@@ -131,8 +131,11 @@ class Mistral3Encoder(FamilyEncoder):
 
     def __init__(self, options: Mistral3Options) -> None:
         require_at_least("transformers", _SINCE, "Mistral's tokenizer")
-        patches = {"patch_size": options.patch_size, "temporal_patch_size": 1, "merge_size": 1}
-        super().__init__(options, VisionSettings(resize=options.resize, **patches))
+        patch, resize = options.patch_size, options.resize
+        vision = VisionSettings(
+            patch_size=patch, temporal_patch_size=1, merge_size=1, resize=resize
+        )
+        super().__init__(options, vision)
         self._row_ends = [self.tokenizer.special_id(f"[IMG_{name}]") for name in ("BREAK", "END")]
 
     def image_medium(self, height: int, width: int) -> Medium:

@@ -179,7 +179,7 @@ class RowEncoder:
         key, sample, images, videos, measured, _ = sub_sample
         if isinstance(sample, SampleError):
             return sample
-        pictures = (*decoded, *images[len(decoded) :])
+        pictures: Sequence[bytes | Image.Image] = (*decoded, *images[len(decoded) :])
         asked, once = iter(sample.media_options), partial(self._once, known)
         try:
             stills = [once(*own) for own in zip(images, asked, pictures, strict=False)]
