@@ -138,7 +138,8 @@ def export(
     """Write the packs of a finished output OUT in another form into a folder or URL OTHER.
 
     Called again, it continues where it was killed. If OTHER is complete, it compares every file
-    with its hash. `prompts` of single files hold what `prompt` does, as converters read either.
+    with its hash. `prompts` of single files hold what `prompt` does: converters to tars read
+    either.
     """
     from offline_packing.export.export import export as run_export
     from offline_packing.export.export import preview_export
