@@ -341,21 +341,15 @@ def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan
 def check_same_run(
     saved: TrainingState, now: RunRecord, accept: Collection[str], checkpoint: object
 ) -> list[str]:
-    """Compare the record in a checkpoint's state with that of the run that resumes from it.
-
-    Returns:
-        A line for each accepted field that differs.
-
-    Raises:
-        StageError: other fields differ.
-        ConfigError: an accepted name is not a field, or one that must be the same.
-    """
+    """Compare the record in a checkpoint's state with that of the run that resumes from it. Return
+    a line for each accepted field that differs. Raises StageError if other fields differ, and
+    ConfigError if an accepted name is no field, or one that must be the same."""
     was, is_now = (record.model_dump(by_alias=True) for record in (saved.run, now))
     if not _has_other_packs(saved, now):
         is_now[_PACKS] = was[_PACKS]
     last = slice(len(saved.begins) - 1, len(saved.begins))
-    differing = changed_fields(was, is_now)
-    follows = any(name == _PACKS or name.startswith("batch.") for name in differing)
+    others = changed_fields(was, is_now)
+    follows = _PACKS in others or any(name.startswith("batch.") for name in others)
     if follows or was[_STEP][last] == is_now[_STEP][last]:
         is_now[_STEP] = was[_STEP]
     lines = {
