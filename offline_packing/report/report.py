@@ -88,7 +88,8 @@ def report(run: Run) -> str:
 
 
 def report_status(workspace: Workspace) -> str | None:
-    """Path of the report, and whether it is up to date with the stages; None without one."""
+    """Return the path of the report, and whether it is up to date with the stages; None without a
+    report."""
     document = read_json(workspace.report / "report.json", "run report again")
     if document is None:
         return None
@@ -118,7 +119,7 @@ def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool)
 
 
 def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
-    """Identity of the stages that a report describes."""
+    """Identify the stages that a report describes."""
     index, plan = IndexInfo.load(workspace.packing), workspace.read_plan()
     return {
         "index": None if index is None else index.hash,
@@ -204,7 +205,7 @@ def _overlong(pack: PackConfig, samples: Index, plan: PackPlan | None) -> Iterat
     lengths = samples.array("num_tokens")
 
     def longest(factor: int) -> int:
-        """Longest sample that such a sequence holds when it is padded to the multiple."""
+        """Return the longest sample that fits a sequence of `factor` times the length, padded."""
         return factor * pack.seq_length // pack.padding * pack.padding
 
     if plan is None:

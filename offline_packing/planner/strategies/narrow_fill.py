@@ -92,7 +92,7 @@ def _put_back(pool: _Pool, length: int) -> None:
 
 @Kernel
 def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
-    """The shorter of two lengths with samples that add up to ``space``, or -1."""
+    """Find the shorter of two lengths with samples that add up to ``space``, or -1."""
     first = max(bitset_at_least(pool.present, 1), space - (pool.counts.shape[0] - 1))
     if first > space // 2:
         return -1
@@ -140,7 +140,7 @@ def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> 
 
 @Kernel
 def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np.ndarray:
-    """Exactly full packs of ``samples_per_pack`` >= 3 samples from ``part``. ``part`` int64
+    """Fill packs of ``samples_per_pack`` >= 3 samples from ``part`` exactly. ``part`` int64
     (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack. Returns the
     lengths, int32 (num_packs, samples_per_pack)."""
     capacity = part.shape[0] - 1
@@ -218,10 +218,11 @@ def _divide(counts: np.ndarray) -> _Parts:
 
 
 def narrow_fill(counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000) -> Composition:
-    """Full packs of k and k + 1 samples, k the mean number of samples that fill a pack; where the
-    packs of k cannot be full, even ones; exact fills of the rest, which is almost everything where
-    lengths are not narrow. Each pattern serves enough packs that about ``max_patterns`` patterns
-    suffice; what such patterns leave is filled by patterns that serve fewer."""
+    """Fill packs of k and k + 1 samples, k the mean number of samples that fill a pack; where the
+    packs of k cannot be full, make even ones; pack the rest, which is almost everything where
+    lengths are not narrow, by exact fills. Each pattern serves enough packs that about
+    ``max_patterns`` patterns suffice; what such patterns leave is filled by patterns that serve
+    fewer."""
     left = counts.copy()
     state, found = random_state(seed), list[Composition]()
 
@@ -254,7 +255,7 @@ def narrow_fill(counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000
 
 
 def is_narrow(counts: np.ndarray) -> bool:
-    """Whether these lengths suit narrow fills: deviation below half the mean."""
+    """Tell whether these lengths suit narrow fills: deviation below half the mean."""
     lengths = np.arange(len(counts), dtype=np.float64)
     samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
     # variance < (mean / 2) ** 2, times the squared number of samples
@@ -262,13 +263,13 @@ def is_narrow(counts: np.ndarray) -> bool:
 
 
 def fills_by_fitness(counts: np.ndarray) -> tuple[Composer, Composer]:
-    """The two methods of exact fills, first the one that is made for such lengths."""
+    """Return the two methods of exact fills, first the one that is made for such lengths."""
     return (narrow_fill, exact_fill) if is_narrow(counts) else (exact_fill, narrow_fill)
 
 
 def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:
-    """Even packs of at most ``samples_per_pack`` samples. Very long ones are put beside the very
-    shortest, until they fit. Returns the packs of at most seq_length tokens, as lengths, int64
+    """Make even packs of at most ``samples_per_pack`` samples. Very long ones are put beside the
+    very shortest, until they fit. Returns the packs of at most seq_length tokens, as lengths, int64
     (num_packs, samples_per_pack), with 0 for none. ``part`` int64 (seq_length + 1,)."""
     lengths = np.repeat(np.arange(len(part)), part)[::-1]
     best = np.zeros((0, samples_per_pack), np.int64)
@@ -292,8 +293,8 @@ def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:
 
 
 def fold(lengths: np.ndarray, num_packs: int, samples_per_pack: int) -> np.ndarray:
-    """Packs of all samples: the longest that remain go to the packs with the fewest tokens, one
-    each. ``lengths`` descending. Returns int64 (num_packs, samples_per_pack), 0 for no sample."""
+    """Pack all samples: the longest that remain go to the packs with the fewest tokens, one each.
+    ``lengths`` descending. Returns int64 (num_packs, samples_per_pack), 0 for no sample."""
     packs = np.zeros((num_packs, samples_per_pack), np.int64)
     for place in range(samples_per_pack):
         longest = lengths[place * num_packs : (place + 1) * num_packs]

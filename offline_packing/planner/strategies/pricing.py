@@ -32,7 +32,8 @@ _MAX_CELLS = 30_000_000  # capacity times different lengths in a knapsack, about
 
 
 def prove_bound(counts: np.ndarray, patterns: Composition) -> tuple[int, Composition, np.ndarray]:
-    """A lower bound of the number of packs, and patterns found on the way.
+    """Prove a lower bound of the number of packs. Returns it, patterns, and the packs of each in
+    the linear program, float64 (num_patterns,).
 
     ``counts`` int64 (seq_length + 1,); ``patterns`` contain every length; patterns of a good plan
     save rounds. Prices are piecewise linear in the length, plus a multiple of those of
@@ -72,15 +73,15 @@ def prove_bound(counts: np.ndarray, patterns: Composition) -> tuple[int, Composi
 
 
 def _in_granules(counts: np.ndarray, granule: int) -> np.ndarray:
-    """Histogram of the lengths in whole granules: int64 (seq_length // granule + 1,)."""
+    """Count lengths in whole granules: int64 (seq_length // granule + 1,)."""
     whole = np.add.reduceat(counts, np.arange(0, len(counts), granule))
     whole[0] = 0  # fits anywhere
     return whole
 
 
 def _interpolation(sizes: np.ndarray, counts: np.ndarray) -> Any:
-    """Weights of the points for each length: sparse float64 (num_points, seq_length + 1). Half of
-    the points are spread evenly over the samples, half over the different lengths."""
+    """Weigh the points for each length: sparse float64 (num_points, seq_length + 1). Half of the
+    points are spread evenly over the samples, half over the different lengths."""
     from scipy.sparse import csr_array
 
     last = len(sizes) - 1
@@ -97,7 +98,8 @@ def _interpolation(sizes: np.ndarray, counts: np.ndarray) -> Any:
 
 
 def pattern_matrix(patterns: Composition, num_lengths: int) -> Any:
-    """Samples of each length in each pattern: sparse float64 (num_lengths, num_patterns)."""
+    """Return the samples of each length in each pattern: sparse float64 (num_lengths,
+    num_patterns)."""
     from scipy.sparse import csc_array
 
     times = patterns.times.astype(np.float64)
@@ -117,20 +119,21 @@ def solve(columns: Any, demand: np.ndarray) -> tuple[np.ndarray, np.ndarray, flo
 
 
 def as_integers(prices: np.ndarray) -> np.ndarray:
-    """Prices in packs, float64, as int64 in ``UNIT``, each at most a pack."""
+    """Return prices in packs, float64, as int64 in ``UNIT``, each at most a pack."""
     return (np.clip(prices, 0.0, 1.0) * UNIT).astype(np.int64)
 
 
 def bound_of(prices: np.ndarray, counts: np.ndarray, dearest: int) -> int:
-    """The packs that all samples are worth, rounded up; ``dearest`` is the dearest pattern's price.
-    In Python's integers: 10^9 samples at these prices exceed 64 bits."""
+    """Return the packs that all samples are worth, rounded up; ``dearest`` is the dearest pattern's
+    price. In Python's integers: 10^9 samples at these prices exceed 64 bits."""
     worth = sum(price * n for price, n in zip(prices.tolist(), counts.tolist(), strict=True))
     return -(-worth // dearest) if dearest else 0
 
 
 @njit(cache=True)  # costly for few samples, too
 def _best_values(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple:
-    """Unbounded knapsack: best value within each capacity, and the size index used there or -1."""
+    """Solve the unbounded knapsack: return the best value within each capacity, and the size index
+    used there or -1."""
     value = np.zeros(capacity + 1, np.int64)
     choice = np.full(capacity + 1, -1, np.int32)
     for space in range(1, capacity + 1):
@@ -149,8 +152,8 @@ def _best_values(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple:
 
 
 def price_patterns(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[int, Composition]:
-    """The price of the dearest pattern, and patterns that cost more than a pack, the dearest for
-    each of their lengths. ``prices`` int64 (num_sizes,) in ``UNIT``."""
+    """Find the price of the dearest pattern, and patterns that cost more than a pack, the dearest
+    for each of their lengths. ``prices`` int64 (num_sizes,) in ``UNIT``."""
     value, choice = _best_values(prices, sizes, capacity)
     with_size = prices + value[capacity - sizes]
     order = np.argsort(-with_size, kind="stable")[:_MAX_PRICED]
@@ -165,7 +168,7 @@ def price_patterns(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tupl
 def _trace(
     first: int, choice: np.ndarray, sizes: np.ndarray, capacity: int
 ) -> tuple[tuple[int, int], ...]:
-    """The pattern of a knapsack value, as (length, times) with lengths descending."""
+    """Follow a knapsack value back to its pattern, as (length, times) with lengths descending."""
     chosen = [int(sizes[first])]
     space = capacity - chosen[0]
     while space > 0:

@@ -13,6 +13,7 @@ seq_length fall or stay, until no pack is above.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +24,27 @@ from offline_packing.planner.strategies.composition import (
 )
 from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 
-_POOL = 6  # samples of each of two packs that are divided anew
+#: samples of each of two packs that are divided anew, and in plans of at most so many samples
+_POOL, _SMALL_POOL, _FEW_SAMPLES = 6, 4, 1000
 _SORTED_ROUNDS = 4  # rounds in which the fullest meets the emptiest, and so on
 _PATIENCE = 10  # tries for each pack in which the tokens above seq_length must fall by a tenth
 #: steps in all attempts at a plan, sums and samples that are looked at: up to about three seconds
 WORK = 600_000_000
+
+
+class _Bins(NamedTuple):
+    """Packs that are changed in place, and arrays for the division of two of them."""
+
+    #: int32 (num_packs, places): lengths of a pack, the first ``sizes`` of its row
+    lengths: np.ndarray
+    #: int64 (num_packs,): samples and tokens of each
+    sizes: np.ndarray
+    tokens: np.ndarray
+    #: int64 (2 * k,): lengths that are divided, k at most of each pack
+    pool: np.ndarray
+    #: int64 (4, 2 ** k): sums of the subsets of half of them, and which lengths these have
+    sums: np.ndarray
+    subsets: np.ndarray
 
 
 def even_fill(
@@ -50,23 +67,23 @@ def even_fill(
     if kept is not None:
         held[: len(kept)] = kept
         rest -= np.bincount(kept[kept > 0], minlength=len(counts))
-    lengths = np.repeat(np.arange(len(counts)), rest)[::-1]
-    lengths = (
-        np.random.default_rng(seed).permutation(lengths)
-        if is_random
-        else np.ascontiguousarray(lengths)
-    )
+    lengths = np.repeat(np.arange(len(counts)), rest)[::-1].copy()
+    if is_random:
+        np.random.default_rng(seed).shuffle(lengths)
     pack_of = _deal(lengths, held.sum(axis=1, dtype=np.int64))
     before, more = np.count_nonzero(held, axis=1), np.bincount(pack_of, minlength=num_packs)
     sizes = before + more
-    packs = np.zeros((num_packs, int(sizes.max()) + 4), np.int32)
+    packs = np.zeros((num_packs, int(sizes.max(initial=0)) + 4), np.int32)
     packs[np.arange(packs.shape[1]) < before[:, np.newaxis]] = held[held > 0]
     order = np.argsort(pack_of, kind="stable")
     first = np.cumsum(more) - more - before
     places = np.arange(len(order)) - np.repeat(first, more)
     packs[pack_of[order], places] = lengths[order]
+    pool = _SMALL_POOL if counts.sum() <= _FEW_SAMPLES else _POOL
+    sums, subsets = np.zeros((2, 4, 1 << pool), np.int64)
     tokens = packs.sum(axis=1, dtype=np.int64)
-    work, is_found = _search(packs, sizes, tokens, len(counts) - 1, random_state(seed), work)
+    bins = _Bins(packs, sizes, tokens, np.zeros(2 * pool, np.int64), sums, subsets)
+    work, is_found = _search(bins, len(counts) - 1, random_state(seed), work)
     if not is_found:
         return None, work
     packs[np.arange(packs.shape[1]) >= sizes[:, np.newaxis]] = 0
@@ -131,34 +148,17 @@ def _deal(lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 @partial(Kernel, slowness=3)
-def _search(
-    packs: np.ndarray,
-    sizes: np.ndarray,
-    tokens: np.ndarray,
-    capacity: int,
-    state: np.ndarray,
-    work: int,
-) -> tuple[int, bool]:
-    """Re-divide packs above the capacity and others, in place, until none is above or ``work`` is
-    used up; returns the work that is left, and whether none is above.
-
-    Args:
-        packs: int32 (num_packs, places); lengths of a pack, the first ``sizes`` of its row.
-        sizes, tokens: int64 (num_packs,).
-    """
-    num_packs = packs.shape[0]
-    sums = np.zeros((4, 1 << _POOL), np.int64)
-    subsets = np.zeros((4, 1 << _POOL), np.int64)
-    pool = np.zeros(2 * _POOL, np.int64)
+def _search(bins: _Bins, capacity: int, state: np.ndarray, work: int) -> tuple[int, bool]:
+    """Re-divide packs above the capacity and others, until none is above or ``work`` is used up.
+    Returns the work that is left, and whether none is above."""
+    tokens, num_packs = bins.tokens, len(bins.tokens)
     for _ in range(_SORTED_ROUNDS):
         order = np.argsort(tokens, kind="mergesort")
         for pair in range(num_packs // 2):
             pack, other = order[-1 - pair], order[pair]
             if tokens[pack] <= capacity:
                 break
-            work -= _redivide(
-                packs, sizes, tokens, capacity, pack, other, sums, subsets, pool, state
-            )
+            work -= _redivide(bins, capacity, pack, other, state)
     # Packs that are no longer above or below the capacity are dropped when drawn.
     above = [pack for pack in range(num_packs) if tokens[pack] > capacity]
     below = [pack for pack in range(num_packs) if tokens[pack] < capacity]
@@ -167,7 +167,7 @@ def _search(
     tries = 0
     while len(above) > 0 and work > 0:
         tries += 1
-        if tries % (_PATIENCE * num_packs + 2000) == 0:
+        if tries % (_PATIENCE * (num_packs + 1)) == 0:
             now = np.maximum(tokens - capacity, 0).sum()
             if now > 0.9 * excess:
                 break
@@ -193,7 +193,7 @@ def _search(
             other = random_below(state, num_packs)
         if other == pack:
             continue
-        work -= _redivide(packs, sizes, tokens, capacity, pack, other, sums, subsets, pool, state)
+        work -= _redivide(bins, capacity, pack, other, state)
         if tokens[other] > capacity:
             above.append(other)
         for changed in (pack, other):
@@ -204,27 +204,18 @@ def _search(
 
 
 @Kernel
-def _redivide(
-    packs: np.ndarray,
-    sizes: np.ndarray,
-    tokens: np.ndarray,
-    capacity: int,
-    pack: int,
-    other: int,
-    sums: np.ndarray,
-    subsets: np.ndarray,
-    pool: np.ndarray,
-    state: np.ndarray,
-) -> int:
+def _redivide(bins: _Bins, capacity: int, pack: int, other: int, state: np.ndarray) -> int:
     """Divide some samples of two packs anew, unless the squares of the tokens above the capacity
     would grow: the pack gets the subset that fills it best; or half of the tokens, if both packs
     stay full. Subsets are found among the sums of both halves of the samples, sorted (Horowitz and
     Sahni, 1974). Returns the steps that this took."""
-    own, others = min(_POOL, sizes[pack]), min(_POOL, sizes[other])
+    packs, sizes, tokens, pool, sums, subsets = bins
+    most = len(pool) // 2
+    own, others = min(most, sizes[pack]), min(most, sizes[other])
     _draw_first(packs[pack], sizes[pack], own, state)
     _draw_first(packs[other], sizes[other], others, state)
     number = own_tokens = 0
-    for place in range(_POOL):
+    for place in range(most):
         if place < own:
             pool[number] = packs[pack, place]
             own_tokens += pool[number]
