@@ -27,7 +27,7 @@ from offline_packing.planner.strategies.kernels import Kernel, random_below, ran
 #: samples of each of two packs that are divided anew, and in plans of at most so many samples
 _POOL, _SMALL_POOL, _FEW_SAMPLES = 6, 4, 1000
 _SORTED_ROUNDS = 4  # rounds in which the fullest meets the emptiest, and so on
-_PATIENCE = 10  # tries for each pack in which the tokens above seq_length must fall by a tenth
+_PATIENCE = 20  # tries for each pack in which the tokens above seq_length must fall by a tenth
 #: steps in all attempts at a plan, sums and samples that are looked at: up to about three seconds
 WORK = 600_000_000
 
