@@ -64,7 +64,7 @@ class TaskResult:
     losses: list[float]
 
     def failures(self, task: str) -> list[str]:
-        """Promises that were not kept."""
+        """List the promises of the demo that a task did not keep."""
         bound, packs = (self.report["packs"][name] for name in ("lower bound", "packs"))
         packed, control = self.difference.packed, self.difference.without_boundaries
         checks = {
@@ -114,7 +114,7 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
 
 
 def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
-    """A configuration as a user would write it."""
+    """Write the configuration of a task as a user would, and load it."""
     source = [
         {"format": source_format, "path": str(folder / "data" / path), "task": task}
         for source_format, path in SOURCES[task]
@@ -137,7 +137,7 @@ def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
 
 
 def _train(path: Path, task: str) -> tuple["LossDifference", list[float]]:
-    """Packed against unpacked loss before training, and the losses of a few steps."""
+    """Compare packed with unpacked losses before training, then train a few steps; return both."""
     click.echo(f"   comparing packed with unpacked losses, then {TRAIN_STEPS} training steps")
     from megatron.energon import get_loader  # torch and Energon take seconds to import
 
@@ -182,7 +182,7 @@ def _figures(result: TaskResult) -> dict[str, str]:
 
 
 def render_table(results: Mapping[str, TaskResult]) -> str:
-    """One column per task, one line per figure."""
+    """Render one column per task and one line per figure."""
     columns = list(map(_figures, results.values()))
     rows = {"": list(results), **{name: [c[name] for c in columns] for name in columns[0]}}
     lines = [f"{name:<44}" + "".join(f"{c:>14}" for c in cells) for name, cells in rows.items()]

@@ -39,7 +39,7 @@ class LossDifference:
 
 
 def tiny_qwen2_vl(*, weight_std: float | None = None) -> Any:
-    """A Qwen2-VL of about 10 million weights, nearly all of them word embeddings.
+    """Build a Qwen2-VL of about 10 million weights, nearly all of them word embeddings.
 
     `weight_std` draws every weight from N(0, weight_std²). With transformers' own initialisation a
     model hardly looks at its context, and a broken boundary would go unnoticed.
@@ -59,7 +59,8 @@ def tiny_qwen2_vl(*, weight_std: float | None = None) -> Any:
 
 
 def token_losses(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """(number of labels,) loss of every labelled token of a row, in order. `labels` is (1, S)."""
+    """Return the loss of every labelled token of a row, in order, (num_labels,). `labels` is (1,
+    S)."""
     hidden = model.model(**inputs).last_hidden_state[0, :-1]
     targets = labels[0, 1:]  # the token at i is predicted from position i - 1
     labelled = targets != IGNORE_INDEX
@@ -76,7 +77,7 @@ def packed_train_dataset(
     repeat: bool = True,
     **model_settings: Any,
 ) -> SavableDataset[PackedBatch]:
-    """The written folder through Energon, with the model settings it was measured with."""
+    """Open the written folder through Energon, with the model settings it was measured with."""
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     task_encoder = PackedTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
@@ -85,7 +86,7 @@ def packed_train_dataset(
 
 @torch.no_grad()
 def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> LossDifference:
-    """Per-token losses of packed rows against those of their sub-samples alone.
+    """Compare the per-token losses of packed rows with those of their sub-samples alone.
 
     Alone, a sub-sample goes through the model as usual: no packing, positions found
     by the model itself. The control runs the packed row as one sequence.
@@ -105,7 +106,7 @@ def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> 
 
 
 def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:
-    """Each segment of a packed batch as the inputs of an unpacked forward."""
+    """Yield each segment of a packed batch as the inputs of an unpacked forward."""
     kinds = {
         IMAGE_TOKEN: ("image_grid_thw", "pixel_values", batch.imgs),
         VIDEO_TOKEN: ("video_grid_thw", "pixel_values_videos", batch.pixel_values_videos),
@@ -134,7 +135,7 @@ def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:
 
 
 def train(model: Any, batches: Iterable[PackedBatch]) -> list[float]:
-    """One AdamW step per batch. Returns the mean loss of each step, before the step."""
+    """Take one AdamW step per batch; return the mean loss of each step, before the step."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     losses = []

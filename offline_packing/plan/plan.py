@@ -169,7 +169,7 @@ def preview_plan(run: Run, samples: Index) -> str:
 
 
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
-    """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
+    """Return the figures of a plan as text. `plan_reasons`: samples set aside while planning."""
     return as_text(run_figures(run.config, samples, packs, plan_reasons))
 
 
@@ -348,7 +348,7 @@ def tabulate(
         return samples.array(name)[kept]
 
     def sums(index: Index) -> dict[str, npt.NDArray[Any]]:
-        """Quantities that add up in a pack: of the samples, or of their prefixes."""
+        """Return the quantities that add up in a pack, of whole samples or of their prefixes."""
         found: dict[str, npt.NDArray[Any]] = {
             n: index.array(f"num_{n}")[kept] for n in pack.budgets
         }
@@ -410,8 +410,8 @@ def _request(config: PackingConfig, table: Table) -> PlanRequest:
 
 
 def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:
-    """Reason and detail in the set-aside table of a sample of `num_tokens` tokens that the planner
-    left out; `name` is the planner's own name of the reason."""
+    """Return the reason and the detail that the set-aside table gives for a sample of `num_tokens`
+    tokens; `name` is the planner's own name of the reason."""
     if name.startswith("over_budget:"):
         budget = name.partition(":")[2]
         return "over_budget", f"it alone exceeds the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]

@@ -48,9 +48,9 @@ Numbers = npt.NDArray[np.int64]
 
 
 def group_samples(run: Run, samples: Index) -> Numbers:
-    """(num_samples,) the group of each sample: samples of one group have the same prefix, and media
-    of the same kinds; beside weights or a mixture, they are of one source, too. -1: no other sample
-    has its prefix. Raises StageError if a file cannot be read."""
+    """Return the group of each sample, (num_samples,): all samples of a group have the same prefix
+    and the same kinds of media; with weights or a mixture, they are also of one source. -1: no
+    other sample has the prefix. Raises StageError if a file cannot be read."""
     columns = samples.table("prefix_hash", "prefix_media", "num_images", "num_videos")
     hashes = columns["prefix_hash"].to_numpy()
     places = places_of_equal(hashes)
@@ -71,8 +71,8 @@ def group_samples(run: Run, samples: Index) -> Numbers:
 
 
 def _number(*keys: npt.NDArray[Any]) -> tuple[Numbers, Numbers]:
-    """Numbers from 0 for the different tuples of keys, (num_tuples,) arrays: of each tuple, and the
-    place of the first with each number."""
+    """Number the different tuples of keys from 0, (num_tuples,) arrays. Returns the number of each
+    tuple, and the place of the first tuple with each number."""
     order = np.lexsort(keys)
     is_new = np.arange(len(order)) == 0
     for key in keys:
@@ -83,8 +83,8 @@ def _number(*keys: npt.NDArray[Any]) -> tuple[Numbers, Numbers]:
 
 
 def _identities(run: Run, samples: Index, ids: SampleIds, by_place: Hashes) -> Hashes:
-    """(num_ids,) hashes of all bytes of the leading media of samples, as measuring makes them where
-    it holds the bytes; `by_place` where it did, and of remote files."""
+    """Hash all bytes of the leading media of samples, (num_ids,). `by_place` is kept where
+    measuring hashed the bytes already, and for remote files."""
     sources, found = open_sources(run.config), by_place.copy()
     columns = ("source_id", "media", "num_images", "prefix_images", "prefix_videos")
     shards = np.split(ids, range(SAMPLES_IN_MEMORY, len(ids), SAMPLES_IN_MEMORY))
@@ -107,8 +107,8 @@ def _identities(run: Run, samples: Index, ids: SampleIds, by_place: Hashes) -> H
 
 
 def _hash_media(source: Source, row: Mapping[str, Any]) -> int | None:
-    """Hash of all bytes of a sample's leading media; None: of some, measuring held the bytes, or
-    they are remote."""
+    """Hash all bytes of a sample's leading media. Returns None if measuring held some of the bytes,
+    or some file is remote."""
     images, media = row["num_images"], row["media"]
     leading = media[: row["prefix_images"]] + media[images : images + row["prefix_videos"]]
     places = [Locator(*(one[name] for name in Locator._fields)) for one in leading]
@@ -131,7 +131,7 @@ class Trees:
     table: Table
 
     def expand(self, plan: PackPlan) -> PackPlan:
-        """The plan of the uses, from the plan of the trees."""
+        """Return the plan of the uses, from the plan of the trees."""
         order = np.argsort(ids := self._uses_of(plan.set_aside_ids)[0])
         sizes = np.diff(self.offsets)[plan.set_aside_ids]
         uses, ends, branches = self._uses_of(plan.sample_ids)
@@ -176,7 +176,7 @@ def form_trees(
     longest: int,
     max_branches: int,
 ) -> Trees:
-    """Trees of samples that share a prefix.
+    """Form trees of samples that share a prefix.
 
     The samples of a group are sorted, those that add most first, and each joins the first chunk
     with room: of at most `max_branches` samples, and within every limit of a pack. So most trees
@@ -229,7 +229,8 @@ def form_trees(
 
 
 def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
-    """Places that sort integers from 0, stable; and where each integer's places start, and end."""
+    """Sort integers from 0, stably. Returns the order, and where the places of each integer start
+    and end."""
     order = np.empty(len(keys), np.int64)
     starts = np.concatenate([[0], np.cumsum(np.bincount(keys))])
     counting_sort(keys, starts, order)

@@ -32,7 +32,7 @@ _NAMES = ("key", "source_id")
 def count_trained(
     config: PackingConfig, samples: Index, runs: Mapping[str, Trained]
 ) -> npt.NDArray[np.int64]:
-    """(num_samples,) how often each sample was trained by the runs that its source skips.
+    """Count how often each sample was trained by the runs that its source skips, (num_samples,).
 
     Args:
         runs: the stages of each run, by its path.
@@ -78,8 +78,8 @@ def count_trained(
 
 
 def _keys_of(path: str, stages: Trained, samples: Index) -> dict[tuple[object, ...], list[Hashes]]:
-    """Hashes of the keys that a run trained, without prefix, as often as it did, by the places of
-    their sources. Raises StageError as `count_trained`."""
+    """Return the hashes of the keys that a run trained, without prefix, by the places of their
+    sources; a key that was trained twice is there twice. Raises StageError as `count_trained`."""
     found = defaultdict(list)
     for manifest, theirs, times in (one for stage in stages for one in _trained_of(path, stage)):
         was, now = (
@@ -106,8 +106,8 @@ def _keys_of(path: str, stages: Trained, samples: Index) -> dict[tuple[object, .
 def _trained_of(
     path: str, plain: Mapping[str, Any]
 ) -> Iterator[tuple[Manifest, Index, npt.NDArray[np.int64]]]:
-    """The outputs whose packs a stage trained: manifest, index, and how often each sample of the
-    index was trained, (num_samples,). Raises StageError if one was packed anew since."""
+    """Yield the outputs whose packs a stage trained: manifest, index, and how often each sample of
+    the index was trained, (num_samples,). Raises StageError if an output was packed anew since."""
     stage = TrainedStage.model_validate(plain)
     for name, content_hash in stage.datasets.items():
         packed = read_manifest(path_of(name))

@@ -106,7 +106,7 @@ def choose_uses(
 def count_uses(
     repeats: npt.NDArray[np.float64], hashes: npt.NDArray[np.uint64], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides."""
+    """Count the uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides."""
     whole = np.floor(repeats)
     return (whole + (_draw(hashes, seed, _USE_SALT) < repeats - whole)).astype(np.int64)
 
@@ -136,7 +136,7 @@ def source_repeats(
 
 
 def draw_splits(samples: Index, shares: Mapping[str, float], seed: int) -> npt.NDArray[np.int16]:
-    """(num_samples,) the place among the shares of the split of each sample of the index."""
+    """Draw the split of each sample of the index, (num_samples,), as a place among the shares."""
     joined, least_of = _joined(samples)
     limits = np.cumsum(list(shares.values()))[:-1]
     splits = np.empty(samples.info.num_samples, np.int16)
@@ -151,8 +151,8 @@ def draw_splits(samples: Index, shares: Mapping[str, float], seed: int) -> npt.N
 
 
 def _joined(samples: Index) -> tuple[Hashes, Hashes]:
-    """Hashes of the contents of samples that have several, ascending; and the least that each leads
-    to. Only such samples join anything, so only theirs are held."""
+    """Return the hashes of all contents in samples that have several, ascending, and the least hash
+    that each leads to. Only such samples join anything, so only their contents are held."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -172,7 +172,7 @@ def _joined(samples: Index) -> tuple[Hashes, Hashes]:
 
 
 def _draw(hashes: Hashes, seed: int, salt: int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each hash, of SplitMix64's mixing function."""
+    """Draw a number in [0, 1) for each hash, with SplitMix64's mixing function."""
     key = np.random.default_rng([seed, salt]).integers(0, 2**64, dtype=np.uint64)
     z = hashes ^ key
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

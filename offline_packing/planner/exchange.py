@@ -30,9 +30,9 @@ def rounds_of_copies(copy_of: np.ndarray) -> np.ndarray:
 
 
 def deal_out_copies(copy_of: np.ndarray, num_parts: int, seed: int = 0) -> np.ndarray:
-    """The part of each sample, int32 (num_samples,): copies are spread evenly over the parts. A
-    part holds more than one copy of a sample only where there are more copies than parts, and all
-    parts have about the same samples."""
+    """Spread copies evenly over parts; return the part of each sample, int32 (num_samples,). A part
+    holds two copies of a sample only if there are more copies than parts, and all parts have about
+    the same samples."""
     counts = np.bincount(copy_of)
     offsets = np.random.default_rng(seed).random(len(counts))
     parts = (rounds_of_copies(copy_of) + offsets[copy_of]) * num_parts / counts[copy_of]
@@ -47,7 +47,7 @@ def separate_copies(
     reach: int | None = None,
     seed: int = 0,
 ) -> Packs:
-    """The packs, changed so that none holds two copies of one sample.
+    """Exchange samples between packs until no pack holds two copies of one sample.
 
     Args:
         sizes: int64 (num_samples, num_limits): tokens and whatever else a pack is limited in.
@@ -78,7 +78,7 @@ class _Bins(NamedTuple):
 
 @Kernel
 def _doubled_places(packs: Packs, copy_of: np.ndarray) -> np.ndarray:
-    """Places in ``sample_ids`` that hold a further copy of a sample of the same pack."""
+    """Find the places in ``sample_ids`` that hold a further copy of a sample of the same pack."""
     sample_ids, pack_offsets = packs
     last_pack = np.full(copy_of.max() + 1 if len(copy_of) else 0, -1, np.int64)
     is_doubled = np.zeros(len(sample_ids), np.bool_)
@@ -92,7 +92,7 @@ def _doubled_places(packs: Packs, copy_of: np.ndarray) -> np.ndarray:
 
 @Kernel
 def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
-    """Whether a pack holds a copy of a sample, place ``but`` left aside."""
+    """Tell whether a pack holds a copy of a sample, apart from place ``but``."""
     sample_ids, offsets = bins.packs
     found = False
     for place in range(offsets[pack], offsets[pack + 1]):
@@ -104,7 +104,7 @@ def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
 def _allowed(
     bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[int, int]
 ) -> bool:
-    """Whether limits and copies allow that ``pack`` gives the samples ``out`` to ``other`` for
+    """Tell whether limits and copies allow that ``pack`` gives the samples ``out`` to ``other`` for
     ``into``; -1 means none."""
     for k in range(len(bins.limits)):
         more = np.int64(0)
@@ -186,8 +186,8 @@ def _move_out(bins: _Bins, places: np.ndarray) -> Packs:
 
 @Kernel
 def _find_room(bins: _Bins, moved: np.ndarray) -> np.ndarray:
-    """The pack of each of the ``moved`` samples: int64 (num_moved,), new ones numbered on. Copies
-    of one sample are given packs further and further down one list."""
+    """Choose a pack for each of the ``moved`` samples: int64 (num_moved,), new packs numbered on.
+    Each further copy of a sample starts its search after the pack the last one took."""
     _, totals, sizes, limits, copy_of = bins
     old = np.argsort(totals[:, 0], kind="mergesort")[:_ROOMS]
     packs = np.concatenate((old, np.arange(len(totals), len(totals) + len(moved))))

@@ -112,7 +112,7 @@ class PackPlan:
         return self.num_packs
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """The sample ids of each pack."""
+        """Yield the sample ids of each pack."""
         return map(self.pack, range(self.num_packs))
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class PackPlan:
         )
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook."""
+        """Show the plan in a notebook."""
         rows = {
             "packs": f"{self.num_packs:,} of {self.info.seq_length:,} tokens",
             "samples in packs": f"{len(self.sample_ids):,} ({self.packing_factor:.2f} per pack)",
@@ -139,7 +139,7 @@ class PackPlan:
         return self.sample_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
 
     def of(self, ids: np.ndarray) -> "PackPlan":
-        """The same plan, with ``ids`` in place of the samples' numbers."""
+        """Return the same plan with ``ids`` in place of the samples' numbers."""
         return replace(self, sample_ids=ids[self.sample_ids], set_aside_ids=ids[self.set_aside_ids])
 
     def copy_numbers(self) -> np.ndarray | None:
@@ -158,7 +158,7 @@ class PackPlan:
         return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
 
     def statistics(self) -> dict[str, Any]:
-        """Figures for the report and the log."""
+        """Return the figures for the report and the log."""
         return {
             "num_packs": self.num_packs,
             "lower_bound": self.info.lower_bound,

@@ -54,7 +54,7 @@ class Samples:
     columns: Mapping[str, np.ndarray]
 
     def subset(self, chosen: np.ndarray) -> "Samples":
-        """Some of the samples: a bool or index array."""
+        """Return some of the samples, by a bool or index array."""
         return Samples(
             self.lengths[chosen],
             self.seq_length,
@@ -63,7 +63,7 @@ class Samples:
         )
 
     def limited(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
+        """Return sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
         arrays = [self.lengths, *(array for array, _ in self.budgets.values())]
         limits = [self.seq_length, *(limit for _, limit in self.budgets.values())]
         return np.stack(arrays, axis=1).astype(np.int64), np.array(limits)
@@ -139,7 +139,7 @@ def admit_samples(
 
 
 def _padded(num_tokens: np.ndarray, multiple: int) -> np.ndarray:
-    """Lengths rounded up to the multiple: writable contiguous int32, as the kernels expect."""
+    """Round lengths up to the multiple; return writable contiguous int32, as the kernels expect."""
     if multiple == 1:
         return np.require(num_tokens, np.int32, ["C", "W"])
     padded = np.empty(len(num_tokens), np.int32)
@@ -158,7 +158,8 @@ def check_known(what: str, name: str, known: Collection[str]) -> None:
 def checked_sizes(
     name: str, sizes: np.ndarray | Sequence[int], num_samples: int | None = None
 ) -> np.ndarray:
-    """``sizes`` as a plain array, if it is one-dimensional, integer, aligned and not negative."""
+    """Return ``sizes`` as a plain array. Raises ValueError unless it is one-dimensional, of
+    integers of at least 0, and has ``num_samples`` entries."""
     array = np.asarray(sizes)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int32)
@@ -181,7 +182,8 @@ def checked_sizes(
 
 
 def checked_costs(cost: np.ndarray | Sequence[float], name: str = "cost") -> np.ndarray:
-    """Costs as float64. Raises ValueError for the first that is not a number of at least 0."""
+    """Return costs as float64. Raises ValueError for the first that is not a finite number of at
+    least 0."""
     array = np.asarray(cost)
     if array.dtype.kind not in "iuf":
         raise ValueError(f"{name} has type {array.dtype}; pass an array of numbers")

@@ -38,9 +38,10 @@ _FULL = 0.995  # share of seq_length at which a window does not hold a pack back
 
 
 def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
-    """Exact fills of the few hundred to few thousand samples of a window, the fullest first, and in
-    them the oldest of a length. Narrow and broad distributions have a method each; if it leaves
-    more than 2% of the tokens in unfilled packs, the other method is tried too."""
+    """Fill packs exactly with the few hundred to few thousand samples of a window, the fullest
+    packs first, and the oldest samples of a length first. Narrow and broad distributions have a
+    method each; if it leaves more than 2% of the tokens in unfilled packs, the other method is
+    tried too."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     counts = count_lengths(lengths, seq_length)
 
@@ -189,7 +190,7 @@ class WindowPlanner:
         return join_packs(ready)
 
     def finish(self) -> Packs:
-        """All samples that still wait, in packs; the planner is empty afterwards."""
+        """Pack all samples that still wait; the planner is empty afterwards."""
         return self._run_window(last=True)
 
     def state(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class WindowPlanner:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "WindowPlanner":
-        """A planner that continues exactly where :meth:`state` was taken."""
+        """Return a planner that continues exactly where :meth:`state` was taken."""
         planner = cls(WindowOptions(**state["options"]))
         planner._num_seen = int(state["num_seen"])
         planner._pool = np.array(state["pool"], np.int64)
@@ -219,7 +220,8 @@ class WindowPlanner:
 
 @Kernel
 def _packs_worth(amounts: np.ndarray, ids: np.ndarray, limits: np.ndarray) -> float:
-    """The most that these samples take of a limit; ``amounts`` int64 (num_samples, num_limits)."""
+    """Return the largest share of a limit that these samples take; ``amounts`` int64 (num_samples,
+    num_limits)."""
     worth = 0.0
     for limit in range(limits.shape[0]):
         total = 0
@@ -239,7 +241,7 @@ def _choose_ready(
     max_carried: int,
     state: np.ndarray,
 ) -> np.ndarray:
-    """The packs that wait no longer, int64, in random order."""
+    """Choose the packs that wait no longer, int64, in random order."""
     num_packs = packs.pack_offsets.shape[0] - 1
     load = np.empty(num_packs)
     is_ready = np.zeros(num_packs, np.bool_)
@@ -296,8 +298,8 @@ def ready_packs(
 def _fewest_packs(
     lengths: np.ndarray, num_due: int, seq_length: int, num_new: int, seed: int, *, last: bool
 ) -> Packs:
-    """Packs of waiting samples, of which the oldest ``num_due`` have to be given out. Further
-    methods are tried above the bound only, and only at the end, or where new samples pay for it."""
+    """Pack waiting samples, of which the oldest ``num_due`` have to be given out. Further methods
+    are tried above the bound only, and only at the end, or if new samples pay for it."""
     best = subset_fill(lengths, num_due, seq_length, num_new)
     others: list[Callable[..., Packs]] = [pack_window] if last or num_new >= _WORTH_A_PLAN else []
     if last:

@@ -30,14 +30,14 @@ Bar = list[tuple[float, str, str]]
 def render_report(
     document: dict[str, Any], sections: Mapping[str, Sequence[Figure]], sources: Sequence[str]
 ) -> bytes:
-    """report.html: the figures section by section, drawn packs, and what they were made from."""
+    """Render report.html: the figures by section, drawn packs, and the settings of the run."""
     title = f"Packing report: {', '.join(dict.fromkeys(sources))}"
     drawn = _drawn(document["drawn"], sources) if document["drawn"] else None
     return _render("report.html", title=title, report=document, sections=sections, drawn=drawn)
 
 
 def render_packs(packs: Sequence[PackPreview], task: str) -> bytes:
-    """Packs as one page: thumbnails, and their text with the trained parts marked."""
+    """Render packs as one page: thumbnails, and the text with the trained parts marked."""
     title = f"Preview of {len(packs)} pack{'s' * (len(packs) != 1)} ({task})"
     return _render("preview.html", title=title, packs=packs, segments=_segments)
 
@@ -90,7 +90,7 @@ def _segments(pack: PackPreview) -> Bar:
 
 
 def _thumbnail(medium: MediumPreview) -> str:
-    """A small picture as a data URL."""
+    """Return a small picture as a data URL."""
     small = decode_image(medium.picture, max_image_pixels=medium.width * medium.height)
     small.thumbnail(_THUMBNAIL, Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

@@ -81,9 +81,9 @@ class PackPreview:
 def preview(
     run: Run, *, num_packs: int = 3, packs: Sequence[str] = (), seed: int = 0
 ) -> Iterator[PackPreview]:
-    """Packs of a complete output with these keys or numbers, or `num_packs` drawn packs. Raises
-    StageError if packs are not written or not found, or were measured with another model than the
-    configuration's."""
+    """Yield the packs with these keys or numbers, or `num_packs` drawn ones, of a complete output.
+    Raises StageError if packs are not written or not found, or were measured with another model
+    than the configuration's."""
     check_energon()
     manifest = require_manifest(run.workspace.root)
     numbers = choose(manifest, num_packs, packs, seed)
@@ -92,8 +92,8 @@ def preview(
 
 
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
-    """Numbers of the named packs, or of some drawn ones, ascending. Raises StageError if a pack is
-    not found."""
+    """Return the numbers of the named packs, or of some drawn ones, ascending. Raises StageError if
+    a pack is not found."""
     total = sum(shard.packs for shard in manifest.shards)
     if not packs:
         drawn = np.random.default_rng(seed).choice(total, min(num_packs, total), replace=False)
@@ -136,8 +136,8 @@ def _preview_pack(
     task_encoder: "PackedTaskEncoder",
     number: int,
 ) -> PackPreview:
-    """A pack as the row that the loader's task encoder makes of it. Raises StageError if it cannot
-    be used."""
+    """Encode a pack as the loader's task encoder does. Raises StageError if the pack cannot be
+    used."""
     from megatron.energon.errors import FatalSampleError
 
     ends = np.cumsum([shard.packs for shard in manifest.shards])
@@ -165,7 +165,7 @@ def _sub_samples(
     row: "PackedRowSample",
     pack: Pack,
 ) -> Iterator[SubSamplePreview]:
-    """Sources of the row's segments, next to the result."""
+    """Yield each segment of a row with the source sample that it was made from."""
     encoder = task_encoder.encoder
     restored = restore_pack(pack.record, pack.key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))

@@ -37,18 +37,18 @@ def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 
 
 
 def safe(text: str) -> str:
-    """Text of the dataset, made harmless for a terminal."""
+    """Escape what could harm a terminal in a text of the dataset."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def first_words(text: str, length: int = _WORDS) -> str:
-    """The beginning of a text on one line."""
+    """Return the beginning of a text on one line."""
     words = " ".join(text.split())
     return words if len(words) <= length else words[: length - 1] + "…"
 
 
 def _column(text: str) -> str:
-    """The first words of a text, as wide as a column; a Chinese character is two columns wide."""
+    """Pad or cut a text to the width of a column; a Chinese character is two places wide."""
     shown, room = "", _WORDS
     for character in first_words(safe(text), _WORDS):
         places = 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -59,7 +59,8 @@ def _column(text: str) -> str:
 
 
 def _bar(pack: PackPreview) -> str:
-    """Sub-samples in turn as full and as shaded blocks, dots where the sequence is empty."""
+    """Draw sub-samples in turn as full and as shaded blocks, and dots where the sequence is
+    empty."""
     bar = ""
     for number, end in enumerate(pack.cu_lengths[1:]):
         width = max(1, round(end / pack.seq_length * _BAR_WIDTH)) - len(bar)
@@ -88,7 +89,7 @@ def _table(pack: PackPreview) -> Iterator[str]:
 
 
 def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:
-    """The text of a span, with its number of tokens and whether they are trained."""
+    """Yield the lines of a span, with its number of tokens and whether they are trained."""
     text = safe("".join(piece.text for piece in span.pieces))
     if not full and len(text) > max_characters:
         half = max_characters // 2

@@ -231,7 +231,7 @@ def _overlong(pack: PackConfig, samples: Index, plan: PackPlan | None) -> Iterat
     lengths = samples.array("num_tokens")
 
     def longest(factor: int) -> int:
-        """Longest sample that such a sequence holds when it is padded to the multiple."""
+        """Return the longest sample that fits a sequence of `factor` times the length, padded."""
         return factor * pack.seq_length // pack.padding * pack.padding
 
     if plan is None:

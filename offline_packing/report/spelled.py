@@ -61,7 +61,7 @@ class MediumPreview:
 def in_order(
     sample: SourceSample, images: Sequence[MediumPreview], videos: Sequence[MediumPreview]
 ) -> list[MediumPreview]:
-    """Media in the order in which the sample shows them."""
+    """Return the media in the order in which the sample shows them."""
     of_kind = {IMAGE_PLACEHOLDER: iter(images), VIDEO_PLACEHOLDER: iter(videos)}
     texts = (
         text
@@ -82,7 +82,7 @@ def spell_segment(
     encoder: SampleEncoder,
     media_in_order: Sequence[MediumPreview],
 ) -> Iterator[Span]:
-    """A segment as text, in spans of one weight in the loss. Arrays are (num_tokens,)."""
+    """Spell a segment as text, in spans of one weight in the loss. Arrays are (num_tokens,)."""
     tokenizer = encoder.tokenizer
     literal = control_pattern(tokenizer)
     spelled = tokenizer.spell(tokens.tolist())
@@ -108,7 +108,8 @@ def spell_segment(
 
 
 def _medium_of_tokens(media: Sequence[MediumPreview], num_tokens: int) -> Iterator[str]:
-    """The medium of each of these tokens in turn; a token stands for equally many patches."""
+    """Name the medium of each of these tokens in turn; every token stands for the same number of
+    patches."""
     patches = [math.prod(medium.grid) for medium in media]
     per_token = sum(patches) // max(num_tokens, 1)
     for medium, count in zip(media, patches, strict=True):
@@ -121,8 +122,8 @@ def _pieces(
     media: Mapping[str, Iterator[str]],
     literal: re.Pattern[str],
 ) -> Iterator[Piece]:
-    """Text and control tokens. Tokens of pixels are merged into one per image, or per run of a
-    video's (Qwen3-VL writes a time before each step)."""
+    """Yield text and control tokens. Tokens of pixels are merged into one piece per image, or per
+    run of a video's tokens (Qwen3-VL writes a time before each step)."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
         if is_control and text in media:
@@ -135,7 +136,7 @@ def _pieces(
 
 
 def _literals(text: str, literal: re.Pattern[str]) -> list[Piece]:
-    """'a<|im_end|>b' of text -> 'a', '[text: <|im_end|>]', 'b'."""
+    """Split 'a<|im_end|>b' of text into 'a', '[text: <|im_end|>]', 'b'."""
     pieces, start = list[Piece](), 0
     for match in literal.finditer(text):
         pieces += [

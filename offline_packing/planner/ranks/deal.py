@@ -54,7 +54,7 @@ class PackCosts(NamedTuple):
         kinds: npt.NDArray[np.integer] | None = None,
         features: Floats | None = None,
     ) -> "PackCosts":
-        """The table; by default there is one phase, one kind, and no feature."""
+        """Make the table; by default there is one phase, one kind, and no feature."""
         return cls(
             cost,
             np.zeros(len(cost)) if tower is None else tower,
@@ -63,18 +63,18 @@ class PackCosts(NamedTuple):
         )
 
     def rows(self, packs: Integers) -> "PackCosts":
-        """The rows of some packs."""
+        """Return the rows of some packs."""
         cost, tower, kinds, features = self
         return PackCosts(cost[packs], tower[packs], kinds[packs], features[packs])
 
     def by_likeness(self, packs: Integers) -> Integers:
-        """Places of the packs, beginning with those of nearly the first one's cost."""
+        """Order packs by how close their cost is to the first pack's."""
         away = np.abs(self.cost[packs] - self.cost[packs[0]])
         return np.argsort(away + np.abs(self.tower[packs] - self.tower[packs[0]]), kind="stable")
 
 
 def similar_steps(cost: Floats, tower: Floats, num_ranks: int) -> Integers:
-    """Steps of packs that cost alike: indices (num_packs // num_ranks, num_ranks), each once.
+    """Form steps of packs that cost alike: indices (num_packs // num_ranks, num_ranks), each once.
 
     The packs are parted again and again, across the tower's cost, the language model's or the sum,
     where the time of the parts is least; then single packs of neighbouring steps are exchanged. The
@@ -109,8 +109,9 @@ def similar_steps(cost: Floats, tower: Floats, num_ranks: int) -> Integers:
 
 @Kernel
 def _part(keys: Floats, weights: Floats, orders: Integers, num_ranks: int) -> Integers:
-    """Steps as leaves of a tree of cuts. `orders` (num_keys, num_packs) holds the packs sorted by
-    each key; a part is the same stretch of all of them, so that a cut is a stable partition."""
+    """Cut the packs into steps, again and again. `orders` (num_keys, num_packs) holds the packs
+    sorted by each key; a part is the same stretch of all orders, so that a cut is a stable
+    partition."""
     num_keys, count = keys.shape
     is_left, held = np.zeros(count, np.bool_), np.empty(count, np.int64)
     begins, ends = [0], [count]
@@ -140,8 +141,8 @@ def _part(keys: Floats, weights: Floats, orders: Integers, num_ranks: int) -> In
 def _best_cut(
     keys: Floats, weights: Floats, orders: Integers, begin: int, end: int, num_ranks: int
 ) -> tuple[int, int]:
-    """The key whose order is cut, and the place, so that the parts would take the least time if
-    each of their steps had the part's largest packs."""
+    """Choose the key whose order is cut, and the place, so that the parts would take the least time
+    if each of their steps had the part's largest packs."""
     steps = (end - begin) // num_ranks
     parts = np.arange(1, _CUTS) * steps // _CUTS
     cuts = begin + num_ranks * np.minimum(np.maximum(1, parts), steps - 1)
@@ -168,7 +169,7 @@ def _largest(
     left: Floats,
     right: Floats,
 ) -> None:
-    """The largest value before and after each cut, cuts ascending."""
+    """Find the largest value before and after each cut, cuts ascending."""
     largest, place = 0.0, begin
     for i in range(len(cuts)):
         while place < cuts[i]:
@@ -249,7 +250,7 @@ _CHOICES: Final = 24
 
 
 def spread_steps(packs: PackCosts, num_ranks: int, features: Floats) -> Integers:
-    """Steps as `similar_steps` makes them, but packs with most of a feature are spread over all
+    """Form steps as `similar_steps` does, but spread the packs with most of a feature over all
     steps that blocks can even out, with the packs that cost least to wait for. If the sum's idle
     time would grow by more than `MAX_LOSS`, they are in fewer steps. ``features`` (num_all_packs,
     num_features) include packs of other kinds."""
@@ -274,8 +275,8 @@ def spread_steps(packs: PackCosts, num_ranks: int, features: Floats) -> Integers
 def _rare_steps(
     packs: PackCosts, num_ranks: int, mean: Floats, most: Floats
 ) -> tuple[list[Integers], Integers]:
-    """Steps of packs with most of a feature and of others, and the packs that are left. A step
-    holds about `most` (num_features,) of it."""
+    """Form steps of packs with most of a feature and of others; return them, and the packs that are
+    left. A step holds about `most` (num_features,) of the feature."""
     cost, tower = packs.cost, packs.tower
     is_left, tables = np.ones(len(cost), np.bool_), []
     for values, average, limit in zip(packs.features.T, mean, most, strict=True):
@@ -297,7 +298,7 @@ def _rare_steps(
 
 
 def _cheapest(packs: PackCosts, some: Integers, count: int) -> Integers:
-    """The `count` packs of some whose largest tower cost and largest language cost add up to
+    """Choose the `count` packs whose largest tower cost and largest language cost add up to the
     least."""
     of_tower = packs.tower[some]
     language = packs.cost[some] - of_tower
@@ -343,7 +344,7 @@ def deal_steps(packs: PackCosts, num_ranks: int, rng: np.random.Generator) -> In
 
 
 def cost_grouped_order(packs: PackCosts, layout: RankLayout, seed: int) -> Integers:
-    """An order in which all ranks read packs of similar cost at the same step.
+    """Order packs so that all ranks read packs of similar cost at the same step.
 
     Returns a permutation, int64 (num_packs,): place i of the written order gets pack ``order[i]``.
     It serves the given layout; another number of ranks reads other packs at the same step. Of
@@ -364,18 +365,18 @@ def cost_grouped_order(packs: PackCosts, layout: RankLayout, seed: int) -> Integ
 
 
 def _in_detail(values: Floats) -> Floats:
-    """A quantity with its second and third power: steps with alike sums of these are alike in what
-    depends on it in other ways, too."""
+    """Scale a quantity, and add its second and third power: steps whose sums of all three are alike
+    are also alike in what depends on the quantity in other ways."""
     spread = values.std() if len(values) else 0.0
     scaled = (values - values.mean()) / spread if spread else values * 0.0
     return np.stack([scaled, scaled**2, scaled**3], axis=1)
 
 
 def _even_order(features: Floats, units: Floats, rng: np.random.Generator) -> Integers:
-    """An order of steps in which the means of successive `BLOCK` are close to the mean of all. It
-    begins at random; exchanges of two steps that bring their blocks' sums closer to it are made.
-    ``features`` (num_steps, num_features); ``units`` (num_features,): deviations that are as bad as
-    each other."""
+    """Order steps so that the means of successive `BLOCK` are close to the mean of all. The order
+    begins at random; two steps are exchanged if that brings their blocks' sums closer to the mean.
+    ``features`` (num_steps, num_features); ``units`` (num_features,): deviations that are equally
+    bad."""
     order = rng.permutation(len(features))
     if len(features) <= BLOCK:
         return order

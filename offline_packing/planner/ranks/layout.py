@@ -33,40 +33,41 @@ class RankLayout:
         return self.num_ranks * max(1, self.num_workers)
 
     def steps(self, num_packs: int) -> np.ndarray:
-        """Training step at which each place in the written order is read: int64 (num_packs,)."""
+        """Return the training step at which each place in the written order is read: int64
+        (num_packs,)."""
         return steps_of_reading(num_packs, self.num_ranks, self.num_workers)
 
     def full_steps(self, num_packs: int) -> np.ndarray:
-        """Places in the written order that are read at each step at which every rank has a pack:
-        int64 (num_steps, num_ranks)."""
+        """Return the places in the written order that are read at each step at which every rank has
+        a pack: int64 (num_steps, num_ranks)."""
         step = self.steps(num_packs)
         is_full = np.bincount(step) == self.num_ranks
         kept = np.flatnonzero(is_full[step])
         return kept[np.argsort(step[kept], kind="stable")].reshape(-1, self.num_ranks)
 
     def mixed_steps(self, kinds: np.ndarray) -> int:
-        """Steps whose packs are not of one kind, or that not every rank has: ``kinds`` (num_packs,)
-        in written order."""
+        """Count the steps whose packs are not of one kind, or that not every rank has: ``kinds``
+        (num_packs,) in written order."""
         table = kinds[self.full_steps(len(kinds))]
         incomplete = len(np.unique(self.steps(len(kinds)))) - len(table)
         return incomplete + int((table != table[:, :1]).any(axis=1).sum())
 
     def idle_shares(self, cost: np.ndarray, tower: np.ndarray | None = None) -> tuple[float, float]:
-        """`idle_shares` of packs (num_packs,) in written order, over the steps at which every rank
-        has one."""
+        """Return `idle_shares` of packs (num_packs,) in written order, over the steps at which
+        every rank has a pack."""
         places = self.full_steps(len(cost))
         of_tower = np.zeros(places.shape) if tower is None else tower[places]
         return idle_shares(cost[places].astype(np.float64), of_tower)
 
 
 def idle_shares(cost: np.ndarray, tower: np.ndarray) -> tuple[float, float]:
-    """Shares of time that ranks wait, (num_steps, num_ranks) arrays: for the largest sum of each
-    step; and for the largest tower cost plus the largest language cost."""
+    """Return the shares of time that ranks wait, of (num_steps, num_ranks) arrays: for the largest
+    sum of each step; and for the largest tower cost plus the largest language cost."""
     times = np.array([phase_times(cost, tower), cost.max(axis=1, initial=0)]).sum(axis=1)
     two, one = (float(1 - cost.mean(axis=1).sum() / time) if time else 0.0 for time in times)
     return max(0.0, one), max(0.0, two)
 
 
 def phase_times(cost: np.ndarray, tower: np.ndarray) -> np.ndarray:
-    """(num_steps,) time of each step in both phases."""
+    """Return the time of each step in both phases, (num_steps,)."""
     return np.asarray(tower.max(axis=1, initial=0) + (cost - tower).max(axis=1, initial=0))

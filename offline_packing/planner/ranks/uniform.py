@@ -12,17 +12,17 @@ IMAGES, VIDEOS = 1, 2
 
 
 def kinds_of(has: np.ndarray, packs: Packs) -> np.ndarray:
-    """Kind of each pack, int64 (num_packs,): ``has`` (num_samples,) is the sum of `IMAGES` and
-    `VIDEOS`, for what a sample has."""
+    """Return the kind of each pack, int64 (num_packs,): ``has`` (num_samples,) is the sum of
+    `IMAGES` and `VIDEOS`, for what a sample has."""
     return np.asarray(np.bitwise_or.reduceat(has[packs.sample_ids], packs.pack_offsets[:-1]))
 
 
 def make_uniform(
     packs: Packs, has: np.ndarray, lengths: np.ndarray, layout: RankLayout
 ) -> tuple[Packs, int, int]:
-    """Packs of the same samples, a multiple of the layout's round in number, and of each kind a
-    multiple of its ranks; how many packs were halved, and how many are repeated. ``lengths``
-    (num_samples,); see `kinds_of` for ``has``."""
+    """Halve or repeat packs until their number is a multiple of the layout's round, and that of
+    each kind a multiple of its ranks. Returns the packs, and how many were halved and are repeated.
+    ``lengths`` (num_samples,); see `kinds_of` for ``has``."""
     kinds, sizes = kinds_of(has, packs), np.diff(packs.pack_offsets)
     counts = np.bincount(kinds, minlength=4)
     steps = -(-counts // layout.num_ranks)

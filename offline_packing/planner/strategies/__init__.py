@@ -56,7 +56,7 @@ def check_options(strategy: str, options: Mapping[str, Any]) -> None:
 
 
 def lacks_limits(strategy: str) -> str:
-    """Why a strategy cannot honour limits beside seq_length; "" if it can."""
+    """Say why a strategy cannot honour limits besides seq_length; "" if it can."""
     if not STRATEGIES[strategy].lengths_only:
         return ""
     able = ", ".join(name for name, other in STRATEGIES.items() if not other.lengths_only)
@@ -64,7 +64,7 @@ def lacks_limits(strategy: str) -> str:
 
 
 def describe_options() -> Iterator[tuple[str, str, str, str]]:
-    """(strategy, option, default, meaning) of all options that a configuration may set."""
+    """Yield (strategy, option, default, meaning) of all options that a configuration may set."""
     for name, strategy in STRATEGIES.items():
         for option, field in strategy.options.model_fields.items():
             default = "" if field.default is None else str(field.default)

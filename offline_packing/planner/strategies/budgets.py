@@ -90,9 +90,9 @@ def _fits(sizes: np.ndarray, sample: int, room: np.ndarray) -> bool:
 
 @Kernel
 def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) -> float:
-    """Cost of closing a pack, in packs, if ``sample`` (or -1 for none) still joins it. ``need``
-    is how many packs' worth of each budget is left; the scarcest decides how many packs follow. The
-    smaller term keeps the other budgets in proportion for the packs to come."""
+    """Return the cost of closing a pack, in packs, if ``sample`` (or -1 for none) still joins it.
+    ``need`` is how many packs' worth of each budget is left; the scarcest decides how many packs
+    follow. The smaller term keeps the other budgets in proportion for the packs to come."""
     scarcest = need.max()
     follow = 0.0
     uneven = 0.0
@@ -118,7 +118,8 @@ def _join(pool: _Pool, sample: int, room: np.ndarray, pack: np.ndarray, size: in
 def _draw_middle(
     pool: _Pool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> int:
-    """Random samples while the room is worth more than about two and a half; new pack size."""
+    """Add random samples while the room is worth more than about two and a half; return the new
+    pack size."""
     num_alive = pool.num_alive[0]
     misfits = 0
     while misfits < _MISFITS:
@@ -138,8 +139,8 @@ def _draw_middle(
 
 @Kernel
 def _best_partner(pool: _Pool, room: np.ndarray, best: float) -> tuple[int, float]:
-    """The sample that fills ``room`` with less loss than ``best``, or -1, and the loss then. Cells
-    are searched from the one that would fill the room exactly towards smaller sizes."""
+    """Find the sample that fills ``room`` with less loss than ``best``, or -1; return it and the
+    loss. Cells are searched from the one that would fill the room exactly towards smaller sizes."""
     # Taking arrays out of the tuple costs a reference count, so not in the loop.
     sizes, members, chosen, need = pool.sizes, pool.members, pool.chosen, pool.need
     cell_start, cell_size = pool.cell_start, pool.cell_size
@@ -244,7 +245,8 @@ def _pack_pool(pool: _Pool, seeds: np.ndarray, state: np.ndarray) -> Packs:
 
 
 def size_lower_bound(sizes: np.ndarray, limit: int) -> int:
-    """Packs that one budget needs at least; ``sizes`` integers (num_samples,) in 0..limit."""
+    """Bound the packs that one budget needs from below; ``sizes`` integers (num_samples,) in
+    0..limit."""
     room = room_of(sizes, limit)
     if room > _MAX_HISTOGRAM:
         return -(-int(sizes.sum(dtype=np.int64)) // limit)

@@ -49,12 +49,12 @@ class Composition(NamedTuple):
         return int(self.multiplicity.sum())
 
     def pattern_tokens(self) -> np.ndarray:
-        """Tokens in one pack of each pattern: int64 (num_patterns,)."""
+        """Return the tokens in one pack of each pattern: int64 (num_patterns,)."""
         tokens = np.cumsum(np.append(0, self.lengths.astype(np.int64) * self.times))
         return np.diff(tokens[self.offsets])
 
     def used_counts(self, size: int) -> np.ndarray:
-        """Histogram of the lengths that the packs use: int64 (size,)."""
+        """Count the lengths that the packs use: int64 (size,)."""
         per_entry = self.times * np.repeat(self.multiplicity, np.diff(self.offsets))
         used = np.bincount(self.lengths, weights=per_entry, minlength=size)
         return used.astype(np.int64)
@@ -65,14 +65,16 @@ Composer = Callable[..., Composition]
 
 
 def from_entries(entries: np.ndarray, patterns: np.ndarray) -> Composition:
-    """Composition of int64 entries [length, times] and patterns [end of entries, multiplicity]."""
+    """Make a composition of int64 entries [length, times] and patterns [end of entries,
+    multiplicity]."""
     lengths, times = np.ascontiguousarray(entries.T, np.int32)
     ends, multiplicity = np.ascontiguousarray(patterns.T)
     return Composition(lengths, times, np.append(0, ends), multiplicity)
 
 
 def from_packs(packs: np.ndarray, copies: int) -> Composition:
-    """``packs`` as lengths, (num_packs, samples_per_pack), 0 for none; each serves ``copies``."""
+    """Make a composition of packs as lengths, (num_packs, samples_per_pack), 0 for none; each
+    serves ``copies``."""
     packs = np.sort(packs, axis=1)
     lengths = packs[packs > 0]
     entries = np.stack([lengths, np.ones_like(lengths)], axis=1)
@@ -86,7 +88,7 @@ EMPTY = from_entries(_NO_PAIRS, _NO_PAIRS)
 
 
 def join_compositions(parts: Sequence[Composition]) -> Composition:
-    """One composition with the packs of all parts, in their order."""
+    """Join the packs of all parts, in their order, into one composition."""
     parts = [EMPTY, *parts]
     sizes = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
     return Composition(
@@ -98,7 +100,7 @@ def join_compositions(parts: Sequence[Composition]) -> Composition:
 
 
 def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition:
-    """The patterns with these indices, in this order, with their multiplicity."""
+    """Return the patterns with these indices, in this order, with their multiplicity."""
     lengths, times, starts, multiplicity, _ = composition
     sizes = np.diff(starts)[chosen]
     offsets = np.append(0, np.cumsum(sizes))
@@ -108,7 +110,7 @@ def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition
 
 @Kernel
 def as_rows(pairs: Pairs) -> np.ndarray:
-    """The pairs as int64 (n, 2)."""
+    """Return the pairs as int64 (n, 2)."""
     rows = np.empty((len(pairs), 2), np.int64)
     for row in range(len(pairs)):
         rows[row, 0], rows[row, 1] = pairs[row]
@@ -177,14 +179,15 @@ def expand_composition(
 
 
 def room_of(num_tokens: np.ndarray, seq_length: int) -> int:
-    """Tokens that a pack can hold of these: composing takes memory and time of this number."""
+    """Return the tokens that a pack can hold of these: composing takes memory and time of this
+    number."""
     return max(1, min(seq_length, int(num_tokens.sum(dtype=np.int64))))
 
 
 @Kernel
 def count_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
-    """Histogram int64 (seq_length + 1,) of lengths that are all in 1..seq_length. Unlike
-    ``np.bincount`` it makes no int64 copy of the lengths."""
+    """Count lengths that are all in 1..seq_length: int64 (seq_length + 1,). Unlike ``np.bincount``
+    this makes no int64 copy of the lengths."""
     counts = np.zeros(seq_length + 1, np.int64)
     for sample in range(num_tokens.shape[0]):
         counts[num_tokens[sample]] += 1
@@ -192,7 +195,7 @@ def count_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
 
 
 def lower_bound(counts: np.ndarray) -> int:
-    """No packing of these lengths has fewer packs: the largest of three bounds.
+    """Prove that no packing of these lengths has fewer packs: return the largest of three bounds.
 
     L1 = ceil(tokens / seq_length). L2 (Martello and Toth, 1990) adds that samples above half of the
     capacity never share a pack, and that the room beside them is limited. The third counts samples:
@@ -231,10 +234,10 @@ _MANY_LENGTHS = 20_000  # different lengths from which the simple bounds must do
 
 
 def dual_feasible_bound(counts: np.ndarray) -> tuple[int, np.ndarray]:
-    """A lower bound of the number of packs, and the prices that prove it, in packs: float64
-    (seq_length + 1,). Sharper than :func:`lower_bound` where lengths waste room in any pack, such
-    as multiples of an image's tokens and a short text; takes some milliseconds. 0 where different
-    lengths are very many.
+    """Return a lower bound of the number of packs, and the prices that prove it, in packs: float64
+    (seq_length + 1,). It is sharper than :func:`lower_bound` where lengths waste room in any pack,
+    such as multiples of an image's tokens and a short text, and takes some milliseconds. 0 where
+    different lengths are very many.
 
     A dual feasible function gives each length a price, so that no pattern costs more than a pack.
     Tried are u^(k) of Fekete and Schepers (2001), which rounds to k parts of a pack, and the
@@ -275,8 +278,9 @@ def dual_feasible_bound(counts: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def by_histogram(compose: Composer, under_limits: Callable[..., Packs] | None = None) -> Strategy:
-    """The strategy of a composer, samples of equal length taken in their order; under further
-    limits ``under_limits(sizes, limits, seed=seed)``, if it can honour any."""
+    """Make the strategy of a composer: samples of equal length are taken in their order. Under
+    further limits the strategy is ``under_limits(sizes, limits, seed=seed)``, if it can honour
+    any."""
 
     def pack(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
         if under_limits is not None and len(limits) > 1:

@@ -85,7 +85,7 @@ _ALL = ~np.uint64(0)
 
 @Kernel
 def _highest_bit(word: np.uint64) -> int:
-    """Index of the highest set bit of a non-zero word, by halving."""
+    """Find the index of the highest set bit of a non-zero word, by halving."""
     index = 0
     for shift in (32, 16, 8, 4, 2, 1):
         if word >> np.uint64(shift):
@@ -96,7 +96,7 @@ def _highest_bit(word: np.uint64) -> int:
 
 @Kernel
 def bitset_of(counts: np.ndarray) -> np.ndarray:
-    """The set of the lengths >= 1 with samples: uint64 (len(counts) // 64 + 1,)."""
+    """Return the set of the lengths >= 1 with samples: uint64 (len(counts) // 64 + 1,)."""
     words = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
     for length in range(1, counts.shape[0]):
         if counts[length] > 0:
@@ -118,7 +118,7 @@ def bitset_remove(words: np.ndarray, value: int) -> None:
 
 @Kernel
 def bitset_at_least(words: np.ndarray, value: int) -> int:
-    """Smallest member >= ``value``, or -1."""
+    """Find the smallest member >= ``value``, or -1."""
     index = value >> 6
     if index >= words.shape[0]:
         return -1
@@ -133,7 +133,7 @@ def bitset_at_least(words: np.ndarray, value: int) -> int:
 
 @Kernel
 def bitset_at_most(words: np.ndarray, value: int) -> int:
-    """Largest member <= ``value``, or -1."""
+    """Find the largest member <= ``value``, or -1."""
     if value < 0:
         return -1
     index = value >> 6
@@ -158,13 +158,13 @@ def add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: in
 
 @Kernel
 def list_of(example: Any) -> list[Any]:
-    """An empty list of such values: numba cannot infer the type of []."""
+    """Return an empty list of such values: numba cannot infer the type of []."""
     return [example for _ in range(0)]
 
 
 @Kernel
 def next_random(state: np.ndarray) -> np.uint64:
-    """Next 64 random bits; ``state`` is uint64 (1,), advanced in place. SplitMix64
+    """Draw the next 64 random bits; ``state`` is uint64 (1,), advanced in place. SplitMix64
     (Steele, Lea, Flood, 2014): the same numbers for a seed on every version of numpy and numba, at
     a few nanoseconds each."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -176,13 +176,13 @@ def next_random(state: np.ndarray) -> np.uint64:
 
 @Kernel
 def random_below(state: np.ndarray, bound: int) -> np.int64:
-    """A random integer in [0, bound), for 1 <= bound < 2**31 (bias below 2**-32)."""
+    """Draw a random integer in [0, bound), for 1 <= bound < 2**31 (bias below 2**-32)."""
     return np.int64(((next_random(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
 
 
 @Kernel
 def random_unit(state: np.ndarray) -> float:
-    """A random float64 in [0, 1)."""
+    """Draw a random float64 in [0, 1)."""
     return np.float64(next_random(state) >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
@@ -193,7 +193,8 @@ def random_state(seed: int | Sequence[int]) -> np.ndarray:
 
 @Kernel
 def shuffle_between(ids: np.ndarray, offsets: np.ndarray, state: np.ndarray) -> None:
-    """Fisher-Yates inside each ``ids[offsets[i]:offsets[i + 1]]``: a part at a time is in cache."""
+    """Shuffle each ``ids[offsets[i]:offsets[i + 1]]`` (Fisher-Yates): a part at a time is in
+    cache."""
     for part in range(offsets.shape[0] - 1):
         start = offsets[part]
         for last in range(offsets[part + 1] - 1, start, -1):

@@ -38,7 +38,7 @@ _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 @Kernel
 def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, times] and patterns [end of entries, multiplicity].
+    """Return entries [length, times] and patterns [end of entries, multiplicity].
 
     Packs with equal content are one *group*; groups of equal residual form a linked list. A group
     is made by placing a length into the packs of another one, its parent, and ends as a pattern
@@ -91,15 +91,15 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Longest first, each into the fullest pack with room: the same packs as sample by sample.
-    Equal lengths are placed in bulk into packs with equal room. ``seed`` is unused, the method is
-    deterministic."""
+    """Put each sample, the longest first, into the fullest pack with room: the same packs as sample
+    by sample. Equal lengths are placed in bulk into packs with equal room. ``seed`` is unused, the
+    method is deterministic."""
     return from_entries(*_best_fit_decreasing(counts))
 
 
 @Kernel
 def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, times] and patterns [end of entries, multiplicity]."""
+    """Return entries [length, times] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
@@ -128,8 +128,8 @@ def greedy_knapsack(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 @Kernel
 def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int) -> bool:
-    """First look at a depth: True if one more sample, or none, fills the space, which ends the
-    search."""
+    """Look at a depth for the first time: return True if one more sample, or none, fills the space,
+    which ends the search."""
     space = frame[_SPACE]
     last = frame[_LAST]
     if space == 0 or (space <= last and counts[space] > 0):
@@ -149,7 +149,7 @@ def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int) -> bool:
 def _complete(
     counts: np.ndarray, present: np.ndarray, frames: np.ndarray, best: np.ndarray, branches: int
 ) -> tuple[int, bool, int]:
-    """Depth-first search for lengths (not increasing) that fill a pack with the longest sample.
+    """Search depth first for lengths (not increasing) that fill a pack with the longest sample.
     Leaves ``counts`` and ``present`` as they were. Returns how many entries of ``best`` hold the
     fill with the least room left, whether it is exact, and the steps taken."""
     capacity = counts.shape[0] - 1
@@ -196,7 +196,7 @@ def _complete(
 
 @partial(Kernel, slowness=3)
 def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, times] and patterns [end of entries, multiplicity]."""
+    """Return entries [length, times] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
@@ -223,7 +223,7 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Longest first, each completed by a bounded search for lengths that fill the pack exactly. A
-    pattern is used as often as the counts allow. Where the search (24 lengths at each depth,
-    4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused."""
+    """Complete the longest sample by a bounded search for lengths that fill the pack exactly, again
+    and again. A pattern is used as often as the counts allow. Where the search (24 lengths at each
+    depth, 4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused."""
     return from_entries(*_exact_fill(counts))

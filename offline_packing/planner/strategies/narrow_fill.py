@@ -1,6 +1,4 @@
-"""Exact and even fills for lengths of little spread.
-
-*Narrow*: exact fills where a pack holds k or k + 1 samples.
+"""Exact fills for lengths of little spread: packs of k or k + 1 samples.
 
 If all samples are of similar length (a fixed number of vision tokens plus a short text), there is
 no short one to fill a gap: a pack is full with k samples longer than the average or k + 1 shorter
@@ -11,17 +9,9 @@ either part random samples nearly fill a pack, and the last two are looked up to
 
 If even the shortest samples are too long for this number of packs of k + 1, no packing is full: the
 shortest fill packs of k + 1 as long as they can, and the packs of k have room to spare.
-
-*Even*: packs of a given number, for moderate spread. Multiway number partitioning: deal the
-samples longest first to the packs with the fewest tokens (Graham, 1969), then exchange samples
-between packs above seq_length and packs with room until none is above. Other methods fill packs
-exactly and leave what does not fit; here all packs share the room that there is, so the number of
-packs that the bound allows is often met, in milliseconds.
 """
 
 from bisect import bisect_right
-from functools import partial
-from heapq import heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +92,7 @@ def _put_back(pool: _Pool, length: int) -> None:
 
 @Kernel
 def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
-    """The shorter of two lengths with samples that add up to ``space``, or -1."""
+    """Find the shorter of two lengths with samples that add up to ``space``, or -1."""
     first = max(bitset_at_least(pool.present, 1), space - (pool.counts.shape[0] - 1))
     if first > space // 2:
         return -1
@@ -150,7 +140,7 @@ def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> 
 
 @Kernel
 def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np.ndarray:
-    """Exactly full packs of ``samples_per_pack`` >= 3 samples from ``part``. ``part`` int64
+    """Fill packs of ``samples_per_pack`` >= 3 samples from ``part`` exactly. ``part`` int64
     (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack. Returns the
     lengths, int32 (num_packs, samples_per_pack)."""
     capacity = part.shape[0] - 1
@@ -228,10 +218,11 @@ def _divide(counts: np.ndarray) -> _Parts:
 
 
 def narrow_fill(counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000) -> Composition:
-    """Full packs of k and k + 1 samples, k the mean number of samples that fill a pack; where the
-    packs of k cannot be full, even ones; exact fills of the rest, which is almost everything where
-    lengths are not narrow. Each pattern serves enough packs that about ``max_patterns`` patterns
-    suffice; what such patterns leave is filled by patterns that serve fewer."""
+    """Fill packs of k and k + 1 samples, k the mean number of samples that fill a pack; where the
+    packs of k cannot be full, make even ones; pack the rest, which is almost everything where
+    lengths are not narrow, by exact fills. Each pattern serves enough packs that about
+    ``max_patterns`` patterns suffice; what such patterns leave is filled by patterns that serve
+    fewer."""
     left = counts.copy()
     state, found = random_state(seed), list[Composition]()
 
@@ -264,7 +255,7 @@ def narrow_fill(counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000
 
 
 def is_narrow(counts: np.ndarray) -> bool:
-    """Whether these lengths suit narrow fills: deviation below half the mean."""
+    """Tell whether these lengths suit narrow fills: deviation below half the mean."""
     lengths = np.arange(len(counts), dtype=np.float64)
     samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
     # variance < (mean / 2) ** 2, times the squared number of samples
@@ -272,13 +263,13 @@ def is_narrow(counts: np.ndarray) -> bool:
 
 
 def fills_by_fitness(counts: np.ndarray) -> tuple[Composer, Composer]:
-    """The two methods of exact fills, first the one that is made for such lengths."""
+    """Return the two methods of exact fills, first the one that is made for such lengths."""
     return (narrow_fill, exact_fill) if is_narrow(counts) else (exact_fill, narrow_fill)
 
 
 def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:
-    """Even packs of at most ``samples_per_pack`` samples. Very long ones are put beside the very
-    shortest, until they fit. Returns the packs of at most seq_length tokens, as lengths, int64
+    """Make even packs of at most ``samples_per_pack`` samples. Very long ones are put beside the
+    very shortest, until they fit. Returns the packs of at most seq_length tokens, as lengths, int64
     (num_packs, samples_per_pack), with 0 for none. ``part`` int64 (seq_length + 1,)."""
     lengths = np.repeat(np.arange(len(part)), part)[::-1]
     best = np.zeros((0, samples_per_pack), np.int64)
@@ -302,151 +293,11 @@ def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:
 
 
 def fold(lengths: np.ndarray, num_packs: int, samples_per_pack: int) -> np.ndarray:
-    """Packs of all samples: the longest that remain go to the packs with the fewest tokens, one
-    each. ``lengths`` descending. Returns int64 (num_packs, samples_per_pack), 0 for no sample."""
+    """Pack all samples: the longest that remain go to the packs with the fewest tokens, one each.
+    ``lengths`` descending. Returns int64 (num_packs, samples_per_pack), 0 for no sample."""
     packs = np.zeros((num_packs, samples_per_pack), np.int64)
     for place in range(samples_per_pack):
         longest = lengths[place * num_packs : (place + 1) * num_packs]
         emptiest = np.argsort(packs.sum(axis=1), kind="stable")[: len(longest)]
         packs[emptiest, place] = longest
     return packs
-
-
-def _deal(lengths: np.ndarray, num_packs: int) -> np.ndarray:
-    """Packs of all samples: each goes to the pack with the fewest tokens, the longest first; packs
-    of long samples hold fewer. ``lengths`` descending. Returns int64 (num_packs, most samples of a
-    pack + 1), 0 for no sample."""
-    lightest, pack_of = [(0, pack) for pack in range(num_packs)], []
-    for length in lengths.tolist():
-        tokens, pack = lightest[0]
-        heapreplace(lightest, (tokens + length, pack))
-        pack_of.append(pack)
-    sizes = np.bincount(pack_of, minlength=num_packs)
-    packs = np.zeros((num_packs, int(sizes.max()) + 1), np.int64)
-    order = np.argsort(pack_of, kind="stable")
-    packs[np.arange(packs.shape[1]) < sizes[:, np.newaxis]] = lengths[order]
-    return packs
-
-
-_SORTED_ROUNDS = 16
-#: pairs of samples looked at in all attempts: 5 s at most, usually a hundredth of it
-WORK = 500_000_000
-#: tries for each pack in which the tokens above seq_length must fall by a tenth
-_PATIENCE = 10
-
-
-def even_fill(
-    counts: np.ndarray, num_packs: int, *, seed: int = 0, work: int = WORK
-) -> tuple[Composition | None, int]:
-    """Pack all samples into ``num_packs`` packs, each a pattern of its own; None if that is not
-    found, or they are too many for ``work``, the pairs of samples that may be looked at. Returns
-    what is left of these, too."""
-    # Lengths 0 stand for places without a sample, so that a sample can also move alone.
-    places = -(-int(counts.sum()) // num_packs) + 1
-    if _SORTED_ROUNDS * num_packs // 2 * places**2 > work:
-        return None, work
-    lengths = np.repeat(np.arange(len(counts)), counts)[::-1]
-    packs = fold(lengths, num_packs, places) if is_narrow(counts) else _deal(lengths, num_packs)
-    places = packs.shape[1]
-    if _SORTED_ROUNDS * num_packs // 2 * places**2 > work:
-        return None, work
-    packs = packs.astype(np.int32)  # half the memory, a fifth faster
-    tokens = packs.sum(axis=1)
-    for _ in range(_SORTED_ROUNDS):
-        order = np.argsort(tokens, kind="stable")
-        work -= places**2 * _exchange_sorted(packs, tokens, len(counts) - 1, order)
-    most = work // places**2
-    tries, is_found = _exchange_random(packs, tokens, len(counts) - 1, random_state(seed), most)
-    work -= places**2 * tries
-    return from_packs(packs, 1) if is_found else None, work
-
-
-@Kernel
-def _exchange_sorted(
-    packs: np.ndarray, tokens: np.ndarray, capacity: int, order: np.ndarray
-) -> int:
-    """One exchange of each pack above the capacity, the fullest with the emptiest, and so on;
-    returns their number. ``order``: packs by ascending tokens."""
-    for pair in range(order.shape[0] // 2):
-        if tokens[order[-1 - pair]] <= capacity:
-            return pair
-        _exchange(packs, tokens, capacity, order[-1 - pair], order[pair])
-    return order.shape[0] // 2
-
-
-@partial(Kernel, slowness=3)
-def _exchange_random(
-    packs: np.ndarray, tokens: np.ndarray, capacity: int, state: np.ndarray, most: int
-) -> tuple[int, bool]:
-    """Exchange samples until no pack is above the capacity, or ``most`` were tried; tries, and
-    whether that succeeded. ``packs`` int32 (num_packs, places) and ``tokens`` int64 (num_packs,)
-    are changed in place."""
-    num_packs = packs.shape[0]
-    # Packs that are no longer above or below the capacity are dropped when drawn.
-    above = [pack for pack in range(num_packs) if tokens[pack] > capacity]
-    below = [pack for pack in range(num_packs) if tokens[pack] < capacity]
-    is_listed = tokens < capacity
-    excess = np.maximum(tokens - capacity, 0).sum()
-    tries = 0
-    while len(above) > 0 and tries < most:
-        tries += 1
-        if tries % (_PATIENCE * num_packs) == 0:
-            now = np.maximum(tokens - capacity, 0).sum()
-            if now > 0.9 * excess:
-                return tries, False
-            excess = now
-        place = random_below(state, len(above))
-        pack = above[place]
-        if tokens[pack] <= capacity:
-            above[place] = above[-1]
-            above.pop()
-            continue
-        # Passing the excess to a full pack also helps: others fit that pack.
-        other = -1 if tries % 4 == 0 else _draw_below(tokens, capacity, below, is_listed, state)
-        if other < 0:
-            other = random_below(state, num_packs)
-        _exchange(packs, tokens, capacity, pack, other)
-        if tokens[other] > capacity:
-            above.append(other)
-        if tokens[pack] < capacity and not is_listed[pack]:
-            is_listed[pack] = True
-            below.append(pack)
-    return tries, len(above) == 0
-
-
-@Kernel
-def _draw_below(
-    tokens: np.ndarray, capacity: int, below: list[int], is_listed: np.ndarray, state: np.ndarray
-) -> int:
-    """A random pack below the capacity, or -1. Removes packs that no longer are from the list."""
-    while len(below) > 0:
-        place = random_below(state, len(below))
-        pack = below[place]
-        if tokens[pack] < capacity:
-            return pack
-        is_listed[pack] = False
-        below[place] = below[-1]
-        below.pop()
-    return -1
-
-
-@Kernel
-def _exchange(packs: np.ndarray, tokens: np.ndarray, capacity: int, pack: int, other: int) -> None:
-    """Exchange the two samples that leave the least squared excess, a longer one of ``pack`` for a
-    shorter one of ``other``, unless that makes it worse."""
-    excess, others = tokens[pack] - capacity, tokens[other] - capacity
-    least = max(excess, 0) ** 2 + max(others, 0) ** 2
-    first = second = -1
-    for place in range(packs.shape[1]):
-        for against in range(packs.shape[1]):
-            difference = packs[pack, place] - packs[other, against]
-            if difference > 0:
-                left = max(excess - difference, 0) ** 2 + max(others + difference, 0) ** 2
-                if left <= least:
-                    least, first, second = left, place, against
-    if first >= 0:
-        difference = packs[pack, first] - packs[other, second]
-        packs[pack, first] -= difference
-        packs[other, second] += difference
-        tokens[pack] -= difference
-        tokens[other] += difference

@@ -27,7 +27,7 @@ class Packs(NamedTuple):
         return len(self.pack_offsets) - 1
 
     def pack_of_slot(self) -> np.ndarray:
-        """The pack that each of ``sample_ids`` is in: int64 (num_samples,)."""
+        """Return the pack that each of ``sample_ids`` is in: int64 (num_samples,)."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -35,12 +35,12 @@ class Packs(NamedTuple):
         return np.add.reduceat(values[self.sample_ids], self.pack_offsets[:-1], dtype=np.int64)
 
     def of(self, ids: np.ndarray) -> "Packs":
-        """The same packs, with ``ids`` in place of the samples' numbers."""
+        """Return the same packs with ``ids`` in place of the samples' numbers."""
         return Packs(ids[self.sample_ids], self.pack_offsets)
 
 
 def join_packs(parts: Sequence[Packs]) -> Packs:
-    """The packs of all parts, in their order."""
+    """Join the packs of all parts, in their order."""
     sizes = np.concatenate([[0], *(np.diff(part.pack_offsets) for part in parts)])
     sample_ids = np.concatenate([np.zeros(0, np.int64), *(part.sample_ids for part in parts)])
     return Packs(sample_ids, np.cumsum(sizes, dtype=np.int64))
@@ -58,7 +58,8 @@ def _gather_packs(packs: Packs, order: np.ndarray, out: Packs) -> None:
 
 
 def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
-    """The chosen packs in the given order: place i gets pack ``order[i]``, each at most once."""
+    """Put the chosen packs into the given order: place i gets pack ``order[i]``, each at most
+    once."""
     size = int((packs.pack_offsets[order + 1] - packs.pack_offsets[order]).sum())
     offsets = np.zeros(len(order) + 1, np.int64)
     reordered = Packs(np.empty(size, packs.sample_ids.dtype), offsets)
@@ -87,8 +88,8 @@ class Strategy:
     def __call__(
         self, sizes: np.ndarray, limits: np.ndarray | int, *, seed: int = 0, **options: Any
     ) -> Packs:
-        """The packs; ``sizes`` may be the tokens alone, (num_samples,). Raises ValueError for
-        options that the strategy lacks, or values out of range."""
+        """Pack the samples; ``sizes`` may be the tokens alone, (num_samples,). Raises ValueError
+        for options that the strategy lacks, or values out of range."""
         given = {"options": self.options(**options)} if self.options.model_fields else {}
         sizes = np.asarray(sizes, np.int64)
         sizes = sizes[:, np.newaxis] if sizes.ndim == 1 else sizes
@@ -96,9 +97,9 @@ class Strategy:
 
 
 def group_into_packs(order: np.ndarray, pack_of: np.ndarray, num_packs: int) -> Packs:
-    """Packs from the pack of every placed sample. Sample ``order[i]`` was placed i-th, into pack
-    ``pack_of[i]``; every pack in 0..num_packs - 1 has a sample. Within a pack, samples stay in the
-    order they were placed in."""
+    """Group samples by pack. Sample ``order[i]`` was placed i-th, into pack ``pack_of[i]``; every
+    pack in 0..num_packs - 1 has a sample. Within a pack, samples stay in the order they were placed
+    in."""
     offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=num_packs)))
     places = np.empty(len(pack_of), np.int64)
     counting_sort(pack_of, offsets, places)

@@ -50,7 +50,7 @@ class _Pool(NamedTuple):
 
 @Kernel
 def _free_from(pool: _Pool, place: int) -> int:
-    """The first place without a pack from here on, or n."""
+    """Find the first place without a pack from here on, or n."""
     free = place
     while pool.next_free[free] != free:
         free = pool.next_free[free]
@@ -63,7 +63,8 @@ def _free_from(pool: _Pool, place: int) -> int:
 
 @Kernel
 def _first_within(pool: _Pool, start: int, room: int) -> int:
-    """The first free place from ``start`` on, where lengths descend, that ``room`` suffices for."""
+    """Find the first free place from ``start`` on, where lengths descend, that ``room`` suffices
+    for."""
     end = pool.lengths.shape[0]
     while start < end:
         middle = (start + end) // 2
@@ -84,7 +85,7 @@ def _put(pool: _Pool, place: int, pack: int) -> int:
 
 @Kernel
 def _seek_subset(pool: _Pool, start: int, room: int) -> tuple[int, int]:
-    """Most tokens within ``room`` > 0 of free samples from ``start`` on, and the number of
+    """Find the most tokens within ``room`` > 0 of free samples from ``start`` on, and the number of
     candidates among which they are. Ends at an exact fill."""
     num_words = (room >> 6) + 1
     words = pool.words
@@ -207,7 +208,7 @@ def _fill_longest_first(pool: _Pool, num_first: int, seq_length: int, num_packs:
 
 
 def subset_fill(lengths: np.ndarray, num_due: int, seq_length: int, num_new: int) -> Packs:
-    """Packs of all samples, int64 (num_samples,) lengths from the oldest to the newest. The first
+    """Pack all samples, int64 (num_samples,) lengths from the oldest to the newest. The first
     ``num_due`` begin one pack if it has room for them; ``num_new`` samples bound the work."""
     num_samples, tokens = len(lengths), int(lengths.sum())
     num_first = num_due if lengths[:num_due].sum() <= seq_length else 0

@@ -97,9 +97,10 @@ def test_number_of_threads_does_not_change_the_plan() -> None:
     code = """
 import hashlib
 import numpy as np
-from offline_packing.planner.strategies.pattern_lp import pattern_lp
-lengths = 596 + np.random.default_rng(0).geometric(0.015, 5000)
-found = pattern_lp(np.bincount(lengths, minlength=8193))
+from offline_packing.planner.strategies.auto import auto
+rng = np.random.default_rng(0)
+lengths = rng.choice(rng.integers(2000, 4100, 150), 4000)
+found = auto(np.bincount(lengths, minlength=8193))
 digest = hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest()
 """
     here: dict[str, str] = {}

@@ -42,8 +42,8 @@ from offline_packing.planner.strategies.strategy import Packs, Strategy, Strateg
 
 @Kernel
 def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.ndarray) -> bool:
-    """One pack round robin over ``lengths`` (ascending); True if it is full. A length leaves the
-    round when it is used up or does not fit any more."""
+    """Fill one pack round robin over ``lengths`` (ascending); return True if it is full. A length
+    leaves the round when it is used up or does not fit any more."""
     times[:] = 0
     running = counts > 0
     while room > 0 and running.any():
@@ -59,8 +59,8 @@ def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.
 
 @Kernel
 def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.ndarray) -> bool:
-    """One pack longest first; True if it is full. Each length divides the next, so this fills the
-    pack whenever any choice of samples does."""
+    """Fill one pack longest first; return True if it is full. Each length divides the next, so this
+    fills the pack whenever any choice of samples does."""
     for index in range(lengths.shape[0] - 1, -1, -1):
         times[index] = min(counts[index], room // lengths[index])
         room -= times[index] * lengths[index]
@@ -69,7 +69,7 @@ def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.n
 
 @Kernel
 def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Exactly full packs of lengths that each divide the next and the capacity.
+    """Fill packs exactly with lengths that each divide the next and the capacity.
 
     Packs are as diverse as possible; where that cannot fill one more pack (a deadlock), one pack is
     filled greedily, and then diversity has its turn again. What stays is less than one pack.
@@ -94,7 +94,7 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
 
 @Kernel
 def _densest_up_to(counts: np.ndarray, last: int) -> int:
-    """The length in 1..last with most samples per token, the shorter if equal, or 0."""
+    """Find the length in 1..last with most samples per token, the shorter if equal, or 0."""
     best = 0
     for length in range(1, last + 1):
         if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
@@ -106,9 +106,9 @@ def _densest_up_to(counts: np.ndarray, last: int) -> int:
 def _choose_filler(
     counts: np.ndarray, present: np.ndarray, room: int, num_samples: int, min_samples: int
 ) -> int:
-    """Next length for a pack of ``num_samples`` so far, or -1 if nothing fits. Far from the
-    required number of samples the shortest, close to it the length with most samples per token,
-    beyond it the longest that fits."""
+    """Choose the next length for a pack of ``num_samples`` so far, or -1 if nothing fits. Far from
+    the required number of samples it is the shortest, close to it the length with most samples per
+    token, beyond it the longest that fits."""
     if num_samples >= min_samples:
         length = bitset_at_most(present, room)
     elif 5 * num_samples < 4 * min_samples:
@@ -122,7 +122,7 @@ def _choose_filler(
 def pack_seeds(
     seeds: np.ndarray, fillers: np.ndarray, limits: tuple[int, int, int], reuse_failed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Packs that start with one seed each and are filled up from ``fillers``.
+    """Start packs with one seed each and fill them up from ``fillers``.
 
     ``seeds`` int64 (k, 2) rows [length, number], in the order they are tried; ``fillers`` int64
     (capacity + 1,) samples of each length; ``limits``: samples of a pack at least and at most, and
@@ -219,7 +219,7 @@ SeedRule = Annotated[
 
 
 def select_seeds(rule: SeedRule, counts: np.ndarray) -> np.ndarray:
-    """The lengths with samples that are seeds: int64 (k,) ascending."""
+    """Return the lengths with samples that are seeds: int64 (k,) ascending."""
     lengths, seq_length = np.flatnonzero(counts), len(counts) - 1
     third, low, high = seq_length // 3, 0, seq_length
     match rule:
@@ -245,7 +245,7 @@ class PowersOfTwoPhase(_Model):
     kind: Literal["powers_of_two"]
 
     def run(self, counts: np.ndarray) -> tuple[Composition, int]:
-        """Packs out of ``counts``, int64 (seq_length + 1,), and the number of seeds tried."""
+        """Make packs out of ``counts``, int64 (seq_length + 1,); count the seeds tried."""
         lengths = [len(counts) - 1]
         while lengths[-1] % 2 == 0:
             lengths.append(lengths[-1] // 2)
@@ -319,9 +319,9 @@ DEFAULT_PHASES: tuple[Phase, ...] = (
 
 
 def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> np.ndarray:
-    """The seed lengths in the order they are tried: by the original's estimate of success. Half of
-    it says whether the fillers suffice for ``min_samples``, 30% how long the seed is, 20% how many
-    of the filler lengths fit beside it. Equal ones: longer first."""
+    """Order the seed lengths by the original's estimate of success. Half of it says whether the
+    fillers suffice for ``min_samples``, 30% how long the seed is, 20% how many of the filler
+    lengths fit beside it. Equal ones: longer first."""
     filler_lengths = np.flatnonzero(fillers)
     if len(filler_lengths) == 0:
         return seeds[::-1]

@@ -45,8 +45,8 @@ def _has_room(used: np.ndarray, size: np.ndarray, limits: np.ndarray) -> bool:
 
 @Kernel
 def _best_leaf(tree: np.ndarray, size: np.ndarray, limits: np.ndarray, stack: np.ndarray) -> int:
-    """The leaf of lowest score among the leaves with room; there must be one. ``stack`` has space
-    for a node of each level."""
+    """Find the leaf of lowest score among the leaves with room; there must be one. ``stack`` has
+    space for a node of each level."""
     score = limits.shape[0]
     best = 0
     least = _NOT_OPEN
@@ -70,7 +70,7 @@ def _best_leaf(tree: np.ndarray, size: np.ndarray, limits: np.ndarray, stack: np
 
 @Kernel
 def place_samples(sizes: np.ndarray, limits: np.ndarray, choice: int, num_open: int) -> np.ndarray:
-    """Pack of every sample, int64 (num_samples,), counted in the order of opening.
+    """Place every sample; return its pack, int64 (num_samples,), counted in the order of opening.
 
     ``sizes`` int64 (num_samples, num_limits), tokens first, in the order of placing, each within
     ``limits``, int64 (num_limits,). ``choice`` is FIRST, LIGHTEST or FULLEST by tokens. The first
@@ -106,7 +106,7 @@ def place_samples(sizes: np.ndarray, limits: np.ndarray, choice: int, num_open: 
 
 
 def place_in_order(sizes: np.ndarray, limits: np.ndarray, order: np.ndarray, choice: int) -> Packs:
-    """Packs of the samples ``order``, int64 (k,), placed in that order by :func:`place_samples`."""
+    """Pack the samples ``order``, int64 (k,), placed in that order by :func:`place_samples`."""
     pack_of = place_samples(sizes[order], limits, choice, 0)  # a default would be compiled apart
     return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
 
@@ -140,9 +140,9 @@ class FirstFitShuffleOptions(StrategyOptions):
 def first_fit_shuffle(
     sizes: np.ndarray, limits: np.ndarray, *, options: FirstFitShuffleOptions, seed: int
 ) -> Packs:
-    """Samples in a seeded random order, each into the first pack of its chunk with room. Chunks of
-    ``chunk_size`` samples are packed independently, on ``num_threads`` threads; the packs follow in
-    the order of the chunks, so that the plan does not depend on the number of threads."""
+    """Put samples, in a seeded random order, into the first pack of their chunk with room. Chunks
+    of ``chunk_size`` samples are packed independently, on ``num_threads`` threads; the packs follow
+    in the order of the chunks, so that the plan does not depend on the number of threads."""
     order = np.random.default_rng(seed).permutation(len(sizes))
     chunks = np.split(order, range(options.chunk_size, len(order), options.chunk_size))
     place = partial(place_in_order, sizes, limits, choice=FIRST)
@@ -153,7 +153,8 @@ def first_fit_shuffle(
 
 @Kernel
 def _next_fit(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Offsets int64 (num_packs + 1,) of packs that are closed when the next sample does not fit."""
+    """Close a pack when the next sample does not fit; return the offsets, int64 (num_packs +
+    1,)."""
     num_samples, num_limits = sizes.shape
     offsets = np.zeros(num_samples + 1, np.int64)
     num_packs = 0
@@ -173,7 +174,8 @@ def _next_fit(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
 
 @Strategy
 def shuffle_and_pack(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
-    """Samples in a seeded random order, a new pack whenever the next one does not fit. O(n)."""
+    """Add samples in a seeded random order, and start a new pack whenever the next one does not
+    fit. O(n)."""
     order = np.random.default_rng(seed).permutation(len(sizes))
     return Packs(order, _next_fit(sizes[order], limits))
 
@@ -213,7 +215,8 @@ class KnapsackOptions(StrategyOptions):
 def knapsack(
     sizes: np.ndarray, limits: np.ndarray, *, options: KnapsackOptions, seed: int
 ) -> Packs:
-    """Longest sample first, each into the lightest pack with room for it, within every budget.
+    """Put each sample, the longest first, into the lightest pack with room for it, within every
+    budget.
 
     The balanced greedy knapsack of nanoVLM's loader: it starts with ``num_packs`` empty packs
     (default: the fewest that the tokens need) plus ``extra_packs``, fills them evenly, opens a

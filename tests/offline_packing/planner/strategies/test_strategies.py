@@ -33,19 +33,15 @@ from offline_packing.planner.strategies.longest_first import (
     exact_fill,
     greedy_knapsack,
 )
-from offline_packing.planner.strategies.narrow_fill import (
-    even_fill,
-    even_packs,
-    narrow_fill,
-)
-from offline_packing.planner.strategies.pattern_lp import (
+from offline_packing.planner.strategies.narrow_fill import even_packs, narrow_fill
+from offline_packing.planner.strategies.pricing import (
     UNIT,
     as_integers,
     bound_of,
-    pattern_lp,
     price_patterns,
     prove_bound,
 )
+from offline_packing.planner.strategies.redivision import even_fill
 from offline_packing.runs.figures import plan_figures
 from tests.helpers.command import benchmark
 from tests.helpers.sizes import contents, length_counts, limited_sizes
@@ -191,10 +187,9 @@ def test_bounds_never_exceed_the_optimum_and_auto_is_near_it(lengths) -> None:
     bound, prices = dual_feasible_bound(counts)
     assert bound <= optimum
     assert math.ceil(prices @ counts - 1e-9) == bound
-    for method in (auto, pattern_lp):
-        composition = method(counts)
-        assert_packs_all(composition, counts)
-        assert composition.lower_bound <= optimum <= composition.num_packs
+    composition = auto(counts)
+    assert_packs_all(composition, counts)
+    assert composition.lower_bound <= optimum <= composition.num_packs
     assert auto(counts).num_packs <= best_fit_decreasing(counts).num_packs
 
 
@@ -259,11 +254,11 @@ def test_any_prices_and_any_rounding_down_prove_no_more_than_the_optimum(data, l
     prices[sizes] = as_integers(np.array(some))
     dearest, _ = price_patterns(prices[sizes], sizes, 20)
     assert bound_of(prices, counts, dearest) <= optimum
-    pricing = sys.modules["offline_packing.planner.strategies.pattern_lp"]
+    pricing = sys.modules["offline_packing.planner.strategies.pricing"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pricing, "_MAX_CELLS", data.draw(st.sampled_from([1, 20, 60, 1000])))
         patch.setattr(pricing, "MAX_POINTS", data.draw(st.sampled_from([4, 100])))
-        bound, patterns = prove_bound(counts, best_fit_decreasing(counts))
+        bound, patterns, _ = prove_bound(counts, best_fit_decreasing(counts))
     assert bound <= optimum
     assert patterns.pattern_tokens().max(initial=0) <= 20
 
@@ -348,7 +343,6 @@ def test_best_fit_leaves_the_room_that_the_oracle_leaves(counts) -> None:
         best_fit_decreasing,
         exact_fill,
         narrow_fill,
-        pattern_lp,
         mixed,
         greedy_knapsack,
     ],
@@ -421,9 +415,3 @@ def test_as_few_packs_as_the_bound(low: int, high: int) -> None:
     lengths = np.random.default_rng(0).integers(low, high, 20_000, np.int32)
     counts = count_lengths(lengths, 8192)
     assert auto(counts).num_packs == lower_bound(counts)
-
-
-def test_more_work_than_allowed_is_refused_at_once() -> None:
-    counts = np.zeros(8193, np.int64)
-    counts[8] = 10**9
-    assert even_fill(counts, 10**6)[0] is None
