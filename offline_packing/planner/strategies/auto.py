@@ -60,7 +60,7 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     if best.num_packs > _tolerated(bound):
         best = _fewest(best, second(counts, seed=seed))
     # Pricing is always compiled: for longer than so few samples are worth.
-    is_quick = np.count_nonzero(counts) <= MAX_POINTS or counts.sum() > MOST_INTERPRETED
+    is_quick = bool(np.count_nonzero(counts) <= MAX_POINTS or counts.sum() > MOST_INTERPRETED)
     mix: Any = None
     if best.num_packs > _tolerated(bound, is_quick=is_quick):
         step = 1 + len(best.multiplicity) // _START_PATTERNS
