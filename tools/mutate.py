@@ -94,8 +94,8 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
             begin = node.col_offset
             yield Mutant(file, node.lineno, begin, begin + len("not "), "")
         elif isinstance(node, ast.If | ast.IfExp) and node.test.lineno == node.test.end_lineno:
-            begin = node.test.col_offset
-            yield Mutant(file, node.test.lineno, begin, begin, "not ")
+            test = node.test.value if isinstance(node.test, ast.NamedExpr) else node.test
+            yield Mutant(file, test.lineno, test.col_offset, test.col_offset, "not ")
 
 
 def draw_mutants(count: int, seed: int) -> list[Mutant]:

@@ -180,7 +180,7 @@ SHARES = "80 steps, 1.60 times all packs|75.00% of them from b: 12.00 times its 
         (DATA, 64, "batch: {global_batch_size: 64}", "size 64 becomes about 640 samples"),
         (DATA, 1, "train: {epochs: 3}, data: {path: a, repeat: false}", "the run after 39 of"),
         (FOR_4, 2, TWO, ""),  # every second rank
-        (FOR_3, 2, TWO, "for 3 data parallel ranks (pack.order), and there are 2"),
+        (FOR_3, 2, TWO, "for 3 data parallel ranks (pack.order), but 2 are running"),
         (
             SMALL,
             1,

@@ -163,7 +163,11 @@ ONCE = r"are also those of '[./]*d/a'; name them once"
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({}, {"path": "b", "task": "captioning"}, "tasks captioning and vqa in one output; .*blen"),
+        (
+            {},
+            {"path": "b", "task": "captioning"},
+            "tasks captioning and vqa, an output has one; .*bl",
+        ),
         ({}, {"path": "b/a"}, "two sources are called 'a'; give each its own name"),
         ({"weight": 1}, {"path": "b"}, "some sources have a weight and others none"),
         ({"weight": 1, "repeat": 2}, {"path": "b", "weight": 1}, "a weight and a repeat; remove"),

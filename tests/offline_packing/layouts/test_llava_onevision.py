@@ -296,7 +296,7 @@ def test_a_sample_that_got_another_turn_is_named(tmp_path: Path) -> None:
     [
         ("llava_onevision", "bmr", {}, "holds captioning and vqa only, not bmr"),
         ("llava_onevision2", "captioning", {}, "holds vqa and bmr only, not captioning"),
-        ("llava_onevision2", "vqa", {"loss_on": "last"}, "readers of output.layout='.*2' train al"),
+        ("llava_onevision2", "vqa", {"loss_on": "last"}, "and output.layout='.*2' trains all"),
         (
             "llava_onevision2",
             "vqa",

@@ -597,7 +597,7 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     [
         ({"pack": {"context_parallel": 2}}, r"share_prefixes and context_parallel cannot"),
         ({"output": {"layout": "llava_onevision"}}, r"layout='llava_onevision' .*choose energon"),
-        ({"pack": {"strategy": "sequential"}}, r"strategy sequential counts samples"),
+        ({"pack": {"strategy": "sequential"}}, r"strategy sequential cannot be combined"),
         ({"pack": {"share_prefixes": {"max_branches": 1}}}, r"max_branches"),
         ({"model": {}, "pack": {"seq_length": 600}}, r"depend on the length"),
     ],

@@ -105,7 +105,7 @@ def test_media_without_a_place(tmp_path: Path) -> None:
         with pytest.raises(StageError, match=rf"media=refer: packs cannot refer .*{kind}\), which"):
             pack_all(run)
         assert [path.name for path in run.workspace.root.iterdir()] == ["_packing"]
-    with pytest.raises(ConfigError, match="readers of layout llava_onevision need media in"):
+    with pytest.raises(ConfigError, match="layout llava_onevision stores media in"):
         refer_run(source, tmp_path / "out", layout="llava_onevision")
 
 
