@@ -55,7 +55,7 @@ class DataConfig(Section):
     repeat: bool = True
     #: written: rank r of W reads packs r, r + W, …; balanced: by cost
     order: Literal["written", "balanced"] = "written"
-    #: the processor's folder, if it is no longer the manifest's
+    #: folder of the processor, if it was moved since the data were measured
     processor: str | None = None
     #: threads in which a loader process encodes; each holds up to two decoded images
     encode_threads: Count = 1

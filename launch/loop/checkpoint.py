@@ -343,7 +343,7 @@ def check_same_run(
 ) -> list[str]:
     """Compare the record in a checkpoint's state with that of the run that resumes from it. Return
     a line for each accepted field that differs. Raises StageError if other fields differ, and
-    ConfigError if an accepted name is no field, or one that must be the same."""
+    ConfigError if an accepted name is not a field, or must be the same."""
     was, is_now = (record.model_dump(by_alias=True) for record in (saved.run, now))
     if not _has_other_packs(saved, now):
         is_now[_PACKS] = was[_PACKS]

@@ -186,7 +186,7 @@ def launch(script: str | None, arguments: tuple[str, ...], only_path: bool) -> N
         echo(path)
         return
     if path not in scripts.values():
-        raise click.ClickException(f"{path.name} is no bash script; --print shows its path")
+        raise click.ClickException(f"{path.name} is not a bash script; --print shows its path")
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.execvp("bash", ["bash", str(path), *arguments])
 

@@ -41,7 +41,8 @@ def write(task: ShardExport) -> Mapping[str, str]:
         for pack in read_packs(task.output, tar):
             if "/" in pack.key:
                 raise StageError(
-                    f"{tar} was not written by offline-packing: {pack.key!r} is in a folder"
+                    f"{tar} was not written by offline-packing, as {pack.key!r} is in a folder; "
+                    "export packs that it wrote"
                 )
             for part, data in [*pack.media.items(), (JSON_PART, _record(tar, pack))]:
                 path = target / f"{pack.key}.{part}"

@@ -63,10 +63,12 @@ def report(run: Run, *, again: bool = True) -> str:
     other samples in one line. Raises StageError if not even the index is complete, or a stage was
     made with other settings. Equal stages give equal bytes."""
     config, workspace = run.config, run.workspace
-    with suppress(DamagedError):
-        if not again and (known := _read(workspace)) and _is_current(run, known):
+    manifest = read_manifest(workspace.root)
+    made_from = _made_from(run, manifest)
+    with suppress(DamagedError):  # the report is written again
+        if not again and (known := _read(workspace)) and _is_current(workspace, known, made_from):
             return str(known["verdict"])
-    manifest, samples = read_manifest(workspace.root), open_index(run)
+    samples = open_index(run)
     stored = open_plan(run) if workspace.read_plan() else None
     if stored is not None and manifest is not None:
         check_layout(run, stored.hash)
@@ -83,7 +85,7 @@ def report(run: Run, *, again: bool = True) -> str:
     values = as_values(found)
     document = {
         "version": REPORT_VERSION,
-        "made_from": _made_from(run),
+        "made_from": made_from,
         "verdict": _verdict(values, plan, written=manifest is not None),
         "seq_length": config.pack.seq_length,
         "figures": values,
@@ -100,12 +102,14 @@ def report(run: Run, *, again: bool = True) -> str:
     return str(document["verdict"])
 
 
-def report_status(run: Run) -> str | None:
+def report_status(run: Run, manifest: Manifest | None) -> str | None:
     """Return the path of the report, and whether it is up to date; None: there is none."""
-    if (document := _read(run.workspace)) is None:
+    workspace = run.workspace
+    if (document := _read(workspace)) is None:
         return None
-    old = "" if _is_current(run, document) else ", out of date: run report again"
-    return f"{run.workspace.report / 'report.html'}{old}"
+    is_current = _is_current(workspace, document, _made_from(run, manifest))
+    old = "" if is_current else ", out of date: run report again"
+    return f"{workspace.report / 'report.html'}{old}"
 
 
 def _read(workspace: Workspace) -> Any:
@@ -113,11 +117,11 @@ def _read(workspace: Workspace) -> Any:
     return read_json(workspace.report / "report.json", "run report again")
 
 
-def _is_current(run: Run, document: Mapping[str, Any]) -> bool:
+def _is_current(workspace: Workspace, document: Mapping[str, Any], made_from: object) -> bool:
     """Tell whether the report of a report.json would be written again as it is."""
-    page = run.workspace.report / "report.html"
+    page = workspace.report / "report.html"
     is_whole = page.is_file() and hash_file(page) == document.get("page")
-    return is_whole and document.get("made_from") == _made_from(run)
+    return is_whole and document.get("made_from") == made_from
 
 
 def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool) -> str:
@@ -140,11 +144,10 @@ def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool)
     return line if written else f"{line}; not written yet: run write"
 
 
-def _made_from(run: Run) -> dict[str, str | None]:
+def _made_from(run: Run, manifest: Manifest | None) -> dict[str, str | None]:
     """Identify the stages that a report describes, and the settings that only it depends on."""
     config, workspace = run.config, run.workspace
     index, plan = IndexInfo.load(workspace.packing), workspace.read_plan()
-    manifest = read_manifest(workspace.root)
     own = [VERSION, config.report.model_dump(mode="json"), *config.source_names()]
     return {
         "index": None if index is None else index.hash,

@@ -31,7 +31,7 @@ def status(run: Run) -> str:
         )
     if is_repairing(root):
         lines.append(f"repair    run makes again what {root.damaged / 'found.json'} lists")
-    if (written := report_status(run)) is not None:
+    if (written := report_status(run, manifest)) is not None:
         lines.append(f"report    {written}")
     made = planned and root.written_with() and planned.facts.hash
     checks: Any = (

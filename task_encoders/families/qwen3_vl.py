@@ -113,13 +113,16 @@ class Qwen3VLEncoder(QwenVLEncoder):
         frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
         times = [number / (video.fps or 1.0) for number in frames]
         step = self.picture_spans(self.video_token_id, (1, *video.grid[1:]))
-        yield from step[:is_tagged]
+        before, _, after = step
+        if is_tagged:
+            yield before
         for i in range(0, len(times), depth):
             seconds = (times[i] + times[i + depth - 1]) / 2
             opening = "<" if i or is_tagged else ""  # or see `_placed`
             yield from self.texts.spans(Text(f"{opening}{seconds:.1f} seconds>"))
             yield from step
-        yield from step[2:] * is_tagged
+        if is_tagged:
+            yield after
 
 
 class Qwen35Encoder(Qwen3VLEncoder):

@@ -416,7 +416,7 @@ def test_several_packs_are_one_row(case: tuple[Path, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"train.dyn_bsz": True}, r"set train\.dyn_bsz false"),
+        ({"train.dyn_bsz": True}, r"set train\.dyn_bsz=false"),
         ({"data.datasets_type": "iterable"}, r"set data\.datasets_type mapping, not iterable"),
         ({"data.datasets_type": "energon"}, r"set data\.datasets_type mapping, not energon"),
     ],

@@ -49,7 +49,7 @@ class PacksSource(WebDatasetSource):
         files = sorted((name, size) for name, size, _ in self.entries())
         packs = [name for name, _ in files if _LOOSE_PACK.fullmatch(name)]
         if not packs:
-            raise StageError(f"source path {self.path!r} holds no packs (*.tar, ps_*.json)")
+            raise StageError(f"source path {self.path!r} holds no packs: *.tar, ps_*.json")
         starts = range(0, len(packs), samples_per_part)
         parts = (SourcePart(packs[start : start + samples_per_part], None) for start in starts)
         return Scan(tuple(parts), hash_files(files))

@@ -51,10 +51,13 @@ def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out/_packing/report").exists()
     again = invoke("run", config)
     assert "verify: complete on " in again.stdout
+    assert "packing factor" not in again.stdout  # only a plan that is made is shown
     assert "20 samples = 20 packed + 0 set aside" in again.stdout
     page = tmp_path / "out/_packing/report/report.html"
     assert f"report: {page}\n" in again.stdout
     assert f"report    {page}\n" in invoke("status", config).stdout
+    other = ("pack.seed=1", "output.overwrite=true")
+    assert "packing factor" in invoke("run", config, *other).stdout
 
 
 def test_preview(config: Path, tmp_path: Path) -> None:
@@ -342,7 +345,7 @@ def test_a_script_takes_the_place_of_the_command(monkeypatch: pytest.MonkeyPatch
     for name in ("sft.yaml", "slurm_sft.sbatch"):
         result = CliRunner().invoke(cli, ["launch", name])
         assert result.exit_code == 1
-        assert f"{name} is no bash script; --print shows its path" in result.output
+        assert f"{name} is not a bash script; --print shows its path" in result.output
     assert called == [("bash", ["bash", str(FOLDER / "sft_qwen2_vl.sh"), *given])]
     assert os.environ["PATH"].endswith(":/elsewhere")
 

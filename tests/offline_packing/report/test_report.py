@@ -249,7 +249,7 @@ def test_every_state(tmp_path: Path) -> None:
     run = make_run(root, tmp_path / "out")
     with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
         report(run)
-    assert report_status(run) is None
+    assert report_status(run, None) is None
     measure(run)
     line = report(run)
     assert line == "21 samples = 20 measured + 1 set aside; no packs yet: run plan"

@@ -324,7 +324,7 @@ def test_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no_tar": ({"notes.txt": b""}, {"format": "webdataset"}, r"holds no \*\.tar"),
     "no_parquet": ({"notes.txt": b""}, {"format": "parquet"}, r"holds no \*\.parquet"),
-    "no_packs": ({"notes.txt": b""}, {"format": "packs"}, r"holds no packs \(\*\.tar, ps_"),
+    "no_packs": ({"notes.txt": b""}, {"format": "packs"}, r"holds no packs: \*\.tar, ps_"),
     "object_not_array": ({"a.json": b'{"a": 1}'}, {"format": "json"}, "a.json: it holds no JSON"),
     "no_metadata": ({"a.tar": TAR}, {"format": "energon"}, "run energon prepare there"),
     "sample_loader": (
