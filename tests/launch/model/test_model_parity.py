@@ -188,6 +188,19 @@ def losses_of(model: PackedMegatronModel, batch: PackedBatch) -> torch.Tensor:
     return forward(model, batch, labels)[0, labels[0] != IGNORE_INDEX]
 
 
+def test_padding_changes_no_logits(checkpoints: Path) -> None:
+    checkpoint = checkpoints / "qwen2_vl-False"
+    reference = transformers_classes("qwen2_vl").model.from_pretrained(checkpoint)
+    model = built(checkpoint, initialize_parallel(1)).eval()
+    samples = row_samples(reference, "mixed")
+    padded = packed_batch(samples, multiple=8, pad_to_length=256)
+    assert padded.attn_mask.sum() > 40
+    with torch.no_grad():
+        expected = forward(model, packed_batch(samples), None)[0]
+        found = forward(model, padded, None)[0][~padded.attn_mask[0]]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("family", "language"), PICTURES)
 def test_a_checkpoint_comes_out_as_it_went_in(
     family: str, language: str, checkpoints: Path, tmp_path: Path
