@@ -51,6 +51,7 @@ Steps = dict[int, tuple[float, float]]
 def environment(*paths: Path, **more: str) -> dict[str, str]:
     """Of a process with modules of these folders and nothing of this one's."""
     found = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    found.pop("NUMBA_CACHE_LOCATOR_CLASSES", None)  # of our `tests`: the checkout has others
     return found | {"GLOO_SOCKET_IFNAME": "lo", **more}
 
 

@@ -438,7 +438,7 @@ def test_the_documented_command_builds_data_of_every_pack(
     [
         ("--packing false", "set --packing true"),
         ("--train_dataloader_shuffle true", "set --train_dataloader_shuffle false"),
-        ("--group_by_length true", "no --group_by_length"),
+        ("--group_by_length true", "leave out --group_by_length"),
         ("--dataset {packed} other.jsonl", "give one --dataset"),
         ("--val_dataset {packed}", "no packs in its val split"),
     ],
