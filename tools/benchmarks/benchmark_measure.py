@@ -2,6 +2,7 @@
 
     python tools/benchmarks/benchmark_measure.py [--num-samples 4000] [--rounds 7] [--folder DIR]
                                                  [--videos 4] [--headers [PICTURE ...]]
+                                                 [--processor]
 
 JSON Lines of questions with answers, and pairs of a JPEG (0.75 to 3 megapixels) and a question,
 with 460 bytes of English each, of Python's own manual. The first 4,096 records of each source and
@@ -20,6 +21,9 @@ With --videos N, also N H.264 clips of 10 s at 640x360 and N WebM ones:
     header         frames, rate and size, as `measure` reads them
     libavformat    the same from PyAV, packets counted
     decode         the frames for training, as patches: the cost of a length without a header
+
+With --processor, measuring of texts, pairs and MP4 clips beside transformers' Qwen2VLProcessor,
+which makes each sample to know its length, in processor seconds for 100,000 samples.
 
 With --headers, only headers of pictures of each kind (and those of the given files), as `measure`
 reads them, against `Image.open` without the orientation.
@@ -50,11 +54,16 @@ from PIL import Image, PngImagePlugin
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index.measured import HASHED_BYTES
+from offline_packing.index.table import open_table
 from offline_packing.measure.measure import Measure
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import Run, open_encoder
+from offline_packing.sources import SourceRecord
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media.image import read_image_header
+from task_encoders.text.pieces import to_chat
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
+from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import load_tokenizer
 
 WORDS = " ".join(topics[name] for name in sorted(topics)).split()
@@ -175,6 +184,87 @@ def benchmark_videos(count: int) -> None:
             duration = seconds(lambda: [read(data) for data in files * repeats])  # noqa: B023
             each = duration / (count * repeats)
             print(f"{container:4s} {label:13s} {1 / each:10,.0f} videos/s  {1e6 * each:9,.0f} us")
+
+
+def open_processor() -> Any:
+    """Make transformers' processor of Qwen2-VL with the vocabulary and the template of measuring.
+    It needs torchvision."""
+    import dashscope
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen2VLProcessor
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    ranks = Path(dashscope.__file__).with_name("resources") / "qwen.tiktoken"
+    fast = TikTokenConverter(str(ranks)).converted()
+    fast.add_special_tokens([AddedToken(token, special=True) for token in QWEN_SPECIAL_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    image = Qwen2VLImageProcessor(min_pixels=3136, max_pixels=4_014_080)
+    video = Qwen2VLVideoProcessor(do_sample_frames=False)
+    return Qwen2VLProcessor(image, tokenizer, video, chat_template=QWEN2_VL_TEMPLATE)
+
+
+def benchmark_processor(task: MeasureTask, label: str, count: int) -> None:
+    """Print what the lengths of a part's samples cost here, and `count` of them through
+    transformers' processor, which makes each sample. Both lengths are compared."""
+    from transformers.video_utils import load_video
+
+    processor, source = open_processor(), task.source
+    sample_frames = partial(
+        processor.video_processor.sample_frames,
+        temporal_patch_size=2, min_frames=4, max_frames=768, fps=2.0,
+    )  # fmt: skip
+    records = list(itertools.islice(source.records(task.part), count))
+
+    def length(record: SourceRecord) -> int:
+        sample = source.sample(record, record.key)
+        files: dict[str, Any] = {}
+        if sample.images:
+            paths = [source.open_media(record, name)[1] for name in sample.images]
+            files["images"] = [Image.open(path).convert("RGB") for path in paths]
+        if sample.videos:
+            names = [source.open_media(record, name)[0].container for name in sample.videos]
+            paths = map(source.media.path, names)
+            clips = [load_video(path, sample_indices_fn=sample_frames) for path in paths]
+            files["videos"], files["video_metadata"] = map(list, zip(*clips, strict=True))
+        text = processor.apply_chat_template(to_chat(sample), tokenize=False).removesuffix("\n")
+        return len(processor(text=[text], **files)["input_ids"][0])
+
+    found = [length(record) for record in records]
+    ours = min(seconds(lambda: measure_part(task)) for _ in range(3))
+    with open_table(task.index_path) as table:
+        measured = table.read(["num_tokens"])["num_tokens"].to_pylist()
+    assert found == measured[:count], (label, found[:4], measured[:4])
+    theirs = seconds(lambda: [length(record) for record in records])
+    print(
+        f"{label:8s} 100,000 samples: measure {1e5 * ours / len(measured):8,.1f} s, transformers' "
+        f"processor {1e5 * theirs / count:9,.1f} s"
+    )
+
+
+def compare_processor(folder: Path, pairs: Path) -> None:
+    """Compare measuring with transformers' processor on texts, pairs and clips."""
+    clips = folder / "clips"
+    clips.mkdir()
+    for number in range(NUM_PICTURES):
+        path = clips / f"{number:06d}.mp4"
+        if number < 4:
+            path.write_bytes(draw_video("mp4", "libx264", number))
+        else:
+            os.link(clips / f"{number % 4:06d}.mp4", path)
+        messages = [
+            {"role": "user", "content": f"<video>\nDescribe clip {number}."},
+            {"role": "assistant", "content": draw_prose(np.random.default_rng(number))},
+        ]
+        path.with_suffix(".json").write_bytes(orjson.dumps({"messages": messages}))
+    sources = {
+        "texts": ({"format": "jsonl", "path": str(folder / "texts.jsonl"), "task": "bmr"}, 1000),
+        "pictures": ({"format": "pairs", "path": str(pairs), "task": "vqa"}, 64),
+        "videos": ({"format": "pairs", "path": str(clips), "task": "vqa"}, 8),
+    }
+    for label, (source, count) in sources.items():
+        task = tasks_of(source, folder / f"out_{label}")[0]
+        benchmark_processor(task, label, count)
 
 
 def draw_kinds(folder: Path) -> dict[str, list[Path]]:
@@ -302,6 +392,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
     parser.add_argument("--videos", type=int, default=0, help="also this many videos of each kind")
+    parser.add_argument("--processor", action="store_true", help="against transformers' processor")
     parser.add_argument("--headers", type=Path, nargs="*", help="headers only, and of these files")
     arguments = parser.parse_args()
     if arguments.headers is not None:
@@ -321,6 +412,9 @@ def main() -> None:
         pairs = folder / "pairs"
         pairs.mkdir()
         draw_pairs(pairs, count)
+        if arguments.processor:
+            compare_processor(folder, pairs)
+            return
         texts = {"format": "jsonl", "path": str(folder / "texts.jsonl"), "task": "bmr"}
         tasks = tasks_of(texts, folder / "out_texts")
         benchmark_floor("texts", tasks, partial(floor_of_texts, folder), arguments.rounds)
