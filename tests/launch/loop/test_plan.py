@@ -262,7 +262,7 @@ def test_validation_needs_data_of_its_own(
         assert not caplog.records
         blend.write_text(f"{content}  val: {{path: {captions}{part}}}\n")
         check_validation(blend)
-    assert "validates on what it trains on" in caplog.text
+    assert "packs are in both the train and the val split" in caplog.text
 
 
 def differences(*seeds_of_ranks: list[int]) -> list[str]:
