@@ -253,8 +253,8 @@ class OnlineLoader:
         ValueError with other loader processes."""
         if state["num_ranks"] != self._num_ranks:
             raise StageError(
-                f"data.online: packs of {state['num_ranks']} data parallel ranks cannot be dealt "
-                f"anew among {self._num_ranks}; resume with the same number"
+                f"data.online: the checkpoint is of {state['num_ranks']} data parallel ranks, but "
+                f"{self._num_ranks} are running; resume with {state['num_ranks']}"
             )
         self._loader.restore_state_rank(state["energon"])
 

@@ -180,7 +180,9 @@ def check_validation(path: str | Path) -> None:
     if shared := validated & _shards_of(path, "train"):
         where, shard = min(shared)
         logger.warning(
-            "%s validates on what it trains on: %s of %s is in both splits", path, shard, where
+            "%s: packs are in both the train and the val split, such as %s of %s; give the val "
+            "split other packs",
+            *(path, shard, where),
         )
 
 

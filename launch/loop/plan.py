@@ -161,7 +161,7 @@ def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel
     if asked is not None and not 0.75 <= given / asked <= 1.25:
         logger.warning(
             "batch.global_batch_size %d becomes about %.0f samples, as a step takes whole packs on "
-            "every rank; set it to that, or micro_batch_size or the ranks lower",
+            "every rank; set it to that, or lower micro_batch_size or the number of ranks",
             asked,
             given,
         )
@@ -182,8 +182,8 @@ def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel
         )
     if data.has_mixture and config.data.order == "balanced":
         logger.warning(
-            "%s: shares of its sources change over the packs as written (pack.mixture), and "
-            "data.order=balanced deals them anew; set data.order=written",
+            "the packs of %s follow a mixture in their written order (pack.mixture), which "
+            "data.order=balanced changes; set data.order=written",
             config.data.path,
         )
     if data_parallel == 1 and getattr(config.model, "fsdp", False):

@@ -213,7 +213,10 @@ def _hand_down_segments(
     own, seen = trees.cu_seqlens_q.diff().tolist(), trees.cu_seqlens_kv.diff().tolist()
     for number, trunk in enumerate(trees.parents):
         if trunk >= 0 and seen[number] - own[number] != own[trunk]:
-            raise ValueError("a trunk in front of recurrent layers' branches has padding")
+            raise ValueError(
+                "a trunk has padding, which would change the state that recurrent layers hand to "
+                "its branches; set pad_multiple to 1"
+            )
     return args, {**kwargs, _SEGMENTS: own, _TRUNKS: trees.parents}
 
 

@@ -68,8 +68,8 @@ class PackingConfig(Section):
         for one, other in itertools.permutations(sources, 2):
             if one.reads_within(other):
                 raise ValueError(
-                    f"the samples of source.path {one.path!r} are also those of "
-                    f"{other.path!r}; name them once, and see them more often by repeat or weight"
+                    f"the samples of source.path {one.path!r} are also in {other.path!r}; remove "
+                    "one of the two sources, and raise repeat or weight to train samples more often"
                 )
         return sources
 
@@ -163,8 +163,8 @@ class PackingConfig(Section):
             value = getattr(self.model, name, default)
             if value != default and trains_all and not is_captioning:
                 raise ValueError(
-                    f"model.{name}={value} trains a part of the answers, and {layout} trains all; "
-                    "leave out one of them"
+                    f"model.{name}={value} trains only a part of the answers, but {layout} trains "
+                    f"all of them; remove model.{name}, or choose another layout"
                 )
         if earlier and is_captioning:
             raise ValueError(f"{context} all text of a document is trained; set it to 0")

@@ -72,7 +72,7 @@ def _array_rank(environment: Mapping[str, str]) -> tuple[int, int]:
         if off == 0 and 0 <= rank < int(count) and is_regular:
             return rank, int(count)
     raise ConfigError(
-        f"{_ARRAY[0]}={index!r} of {_ARRAY[1]}={count!r} (from {first} to {last}) is no rank: "
+        f"{_ARRAY[0]}={index!r} of {_ARRAY[1]}={count!r} (from {first} to {last}) gives no rank; "
         "submit a range of indices (--array=0-7), or set PACKING_RANK and PACKING_WORLD_SIZE"
     )
 
@@ -81,7 +81,7 @@ def _pair(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, 
     rank, world_size = (environment.get(name, "") for name in names)
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         raise ConfigError(
-            f"{names[0]}={rank!r} and {names[1]}={world_size!r} are no rank and number of ranks; "
-            "set PACKING_RANK and PACKING_WORLD_SIZE"
+            f"{names[0]}={rank!r} and {names[1]}={world_size!r} are not a rank and the number of "
+            "ranks; set PACKING_RANK and PACKING_WORLD_SIZE"
         )
     return int(rank), int(world_size)

@@ -141,8 +141,8 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
         tensor = torch.atleast_1d(torch.as_tensor(np.asarray(value)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"field {name!r} of a sample, {type(value).__name__} {reprlib.repr(value)}, is carried "
-            "nowhere: it is not an array; make it one, or take it out of the samples"
+            f"field {name!r} of a sample, {type(value).__name__} {reprlib.repr(value)}, is not an "
+            "array and cannot be joined to a row; make it an array, or remove it from the samples"
         ) from error
     from_list = tensor.is_floating_point() and not isinstance(value, np.ndarray | np.generic)
     return tensor.to(torch.get_default_dtype()) if from_list else tensor

@@ -88,8 +88,8 @@ def _keys_of(path: str, stages: Trained, samples: Index) -> dict[tuple[object, .
         )
         if (theirs.info.split or samples.info.split) and was != now:
             raise StageError(
-                f"source.skip: {path} trained parts of conversations that were cut by {was}, and "
-                f"here they are cut by {now}: the parts are others"
+                f"source.skip: conversations that the run {path} trained were cut with {was}, but "
+                f"now with {now}; use the same settings, or name another run"
             )
         start = 0
         for part in theirs.parts(*_NAMES):
@@ -113,7 +113,8 @@ def _trained_of(
         packed = read_manifest(path_of(name))
         if packed is None or packed.content_hash != content_hash:
             raise StageError(
-                f"source.skip: {path} trained packs of {name}, which are gone or packed anew since"
+                f"source.skip: the run {path} trained packs of {name}, which are missing or were "
+                "packed again since; restore them, or name another run"
             )
     folder = PackedFolder(stage.path)
 

@@ -347,7 +347,11 @@ def hold_lock(
         except BlockingIOError as error:
             raise StageError(f"another run is working on {what}; wait for it to end") from error
         except OSError as error:
-            logger.warning("no locks here (%s): start no second run on %s", error.strerror, what)
+            logger.warning(
+                "the file system has no locks (%s); do not start a second run on %s while this one "
+                "works",
+                *(error.strerror, what),
+            )
         yield
 
 

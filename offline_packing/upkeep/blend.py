@@ -96,9 +96,9 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
         count, held = count_shared(*map(itertools.chain.from_iterable, parts))
         if count:
             logger.warning(
-                "%s: %d of %d samples are in %s, too: they come twice, and the val split of one "
-                "may be trained in the other; blend one of them, or pack other samples by "
-                "source.skip or pack.where",
+                "%s: %d of %d samples are also in %s, so that they are trained twice, and samples "
+                "of one val split may be trained from the other output; leave out one of the two, "
+                "or pack it again with source.skip or pack.where",
                 *(one, count, held, other),
             )
     for (one, splits), (other, others) in itertools.permutations(packed.items(), 2):
@@ -115,7 +115,7 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
                         "1.0}, and validate on others, or give one configuration all sources"
                     )
                 logger.warning(
-                    "%s: %d of %d images and videos in split %s stand in the train split of %s; %s",
+                    "%s: %d of %d images and videos in split %s are in the train split of %s; %s",
                     *(one, count, held, split, other, remedy),
                 )
 

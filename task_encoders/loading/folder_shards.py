@@ -174,7 +174,9 @@ def load_datasets(path: Path, split: str) -> list[Any]:
         from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
         from megatron.energon.metadataset import load_dataset
     except ImportError as error:
-        raise PackedFolderError(f"{path} is no plain folder of packs: install Energon") from error
+        raise PackedFolderError(
+            f"{path} is read by Energon, which is not installed; pip install megatron-energon"
+        ) from error
 
     try:
         loaded = load_dataset(energon_url(path)).get_datasets(

@@ -281,8 +281,8 @@ class RankSampler:
             raise ValueError(f"state of a loader: {first_problem(error)}") from error
         if found.digest != self.schedule.digest:
             raise ValueError(
-                "the state is of a schedule of other lengths, costs, budget or seed; restore it "
-                "with those, or begin anew"
+                "the state belongs to a schedule with other lengths, costs, budget or seed; load "
+                "it with the same ones, or start without it"
             )
         if (num_ranks := self.schedule.num_ranks) != found.num_ranks:
             own = (Stretch(found.num_ranks, found.step),) if found.step else ()

@@ -188,7 +188,7 @@ SHARES = "80 steps, 1.60 times all packs|75.00% of them from b: 12.00 times its 
             "takes 101 packs, but there are only 100, so",
         ),
         (MIXED, 1, "", ""),
-        (MIXED, 1, "data: {path: a, order: balanced}", "a: shares of its sources change over"),
+        (MIXED, 1, "data: {path: a, order: balanced}", "the packs of a follow a mixture"),
         (DATA, 2, "model: {fsdp: true}", ""),
         (DATA, 1, "model: {fsdp: true}", "model.fsdp=true shards nothing on one rank"),
         (BLENDED, 2, f"{TWO}, train: {{iterations: 80}}", SHARES),
@@ -262,7 +262,7 @@ def test_validation_needs_data_of_its_own(
         assert not caplog.records
         blend.write_text(f"{content}  val: {{path: {captions}{part}}}\n")
         check_validation(blend)
-    assert "validates on what it trains on" in caplog.text
+    assert "packs are in both the train and the val split" in caplog.text
 
 
 def differences(*seeds_of_ranks: list[int]) -> list[str]:

@@ -483,4 +483,4 @@ def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
     change = {"seq_length": 256, "seed": 1}
     pack_all(make_run(other, tmp_path / "packed", pack=change, output={"overwrite": True}))
     anew = make_run(own, tmp_path / "g", pack={"seq_length": 256})
-    refused(anew, "packed, which are gone or packed anew since")
+    refused(anew, "packed, which are missing or were packed again since")

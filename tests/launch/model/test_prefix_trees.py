@@ -381,7 +381,7 @@ def test_recurrent_trunks_of_other_branches_are_refused(recurrent: PackedTransfo
     size, parents = 1 + len(BRANCHES), [-1]
     for tree in range(len(TRUNKS)):
         parents += [-1, *[1 + size * max(tree - 1, 0)] * len(BRANCHES)]
-    with pytest.raises(ValueError, match="a trunk in front of recurrent layers' branches has padd"):
+    with pytest.raises(ValueError, match="a trunk has padding, which would change the state"):
         recurrent_row(recurrent, parents=[*parents, -1])
 
 

@@ -157,7 +157,7 @@ def test_key_prefixes() -> None:
     assert parse_config(sources({}, {"path": "d/b"})).key_prefixes() == ["a/", "b/"]
 
 
-ONCE = r"are also those of '[./]*d/a'; name them once"
+ONCE = r"are also in '[./]*d/a'; remove one of the two"
 
 
 @pytest.mark.parametrize(

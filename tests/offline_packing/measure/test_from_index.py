@@ -145,7 +145,7 @@ def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
     assert sorted(keys_of(again)) == [f"other/s{i:04d}" for i in range(11)]
     root = made.workspace.root
     twice = [{"format": "index", "path": f"{root}/{at}", "name": at} for at in (".", "../stage")]
-    with pytest.raises(ConfigError, match="name them once"):
+    with pytest.raises(ConfigError, match="remove one of the two sources"):
         make_config(twice, tmp_path / "twice")
 
 

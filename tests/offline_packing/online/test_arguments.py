@@ -149,7 +149,7 @@ def test_what_does_not_go_together_is_named(call: Any, message: str) -> None:
 )
 def test_a_state_of_another_schedule_is_refused(other: RankSchedule) -> None:
     state = RankSampler(RankSchedule(TOKENS), 0).state_dict()
-    with pytest.raises(ValueError, match="schedule of other lengths"):
+    with pytest.raises(ValueError, match="schedule with other lengths"):
         RankSampler(other, 0).load_state_dict(state)
 
 

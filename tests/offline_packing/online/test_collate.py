@@ -133,10 +133,10 @@ FIRST = {"input_ids": [1], "pixel_values": torch.ones(1, 2), "images": [torch.on
 LACKS_IDS = r"input_ids of a sample with .* is (missing|empty)"
 #: Fields of a sample after FIRST, and what is said of them.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"key": "a"}, r"field 'key' of a sample, str 'a', is carried nowhere"),
+    ({"key": "a"}, r"field 'key' of a sample, str 'a', is not an array"),
     ({"pixel_values": [[1.0], [1.0, 2.0]]}, "field .pixel_values. of a sample, list .*"),
-    ({"meta": {"a": 1}}, "field 'meta' of a sample, dict {'a': 1}, is carried nowhere"),
-    ({"pixel_values": [torch.ones(1), torch.ones(2)]}, "field 'pixel_values' .* nowhere"),
+    ({"meta": {"a": 1}}, "field 'meta' of a sample, dict {'a': 1}, is not an array"),
+    ({"pixel_values": [torch.ones(1), torch.ones(2)]}, "field 'pixel_values' .* is not an array"),
     ({"pixel_values": torch.ones(2, 3)}, r"'pixel_values' .* has \[\(1, 2\), \(2, 3\)\]"),
     ({"images": torch.ones(1, 2)}, r"field 'images' .* has \['a list', \(1, 2\)\]"),
     ({"input_ids": torch.ones(2, 5)}, r"input_ids of a sample of 5 tokens has shape \(2, 5\)"),

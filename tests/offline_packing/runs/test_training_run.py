@@ -116,7 +116,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("trained.0.path", 5, "path"),
     ("trained.0.path", "/nowhere", "/nowhere"),
     ("trained.0.datasets", {}, "datasets"),
-    ("trained.0.datasets", {"/nowhere": "0"}, "gone or packed anew"),
+    ("trained.0.datasets", {"/nowhere": "0"}, "missing or were packed again"),
     ("trained.0.order", "random", "order"),
     ("trained.0.seed", -1, "seed"),
     ("trained.0.repeat", 3, "repeat"),

@@ -139,11 +139,11 @@ def test_outputs_that_share_samples_are_a_warning(
     first = outputs[0]
     blend(outputs)
     (record,) = caplog.records  # equal pictures are in the same split of both
-    assert f"{outputs[1]}: 20 of 20 samples are in {first}, too" in record.getMessage()
+    assert f"{outputs[1]}: 20 of 20 samples are also in {first}, so" in record.getMessage()
     split = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 1}
     other = output(tmp_path, "c", 20, output={"key_prefix": "c", **split})
     blend([first, other])
-    shared = rf"{first}: \d+ of \d+ images and videos in split val stand in the train split of "
+    shared = rf"{first}: \d+ of \d+ images and videos in split val are in the train split of "
     assert re.search(shared + str(other), caplog.text)
 
 
@@ -160,7 +160,7 @@ def test_stages_of_one_index_share_what_both_chose(
     assert not caplog.text
     for one, other, count in (("all", "low", 4), ("high", "few", 2)):
         blend([tmp_path / one, tmp_path / other])
-        assert f"{other}: {count} of {count} samples are in {tmp_path / one}, too" in caplog.text
+        assert f"{other}: {count} of {count} samples are also in {tmp_path / one}" in caplog.text
 
 
 def test_how_much_is_done(captions: Path, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_limit_ends_a_pass_and_the_next_begins_anew() -> None:
 def test_states_of_other_packs_are_refused() -> None:
     sampler = RankSampler(InTurn(7, 2), 0)
     for other in (InTurn(8, 2), InTurn(7, 2, 2)):
-        with pytest.raises(ValueError, match="the state is of a schedule of other lengths"):
+        with pytest.raises(ValueError, match="belongs to a schedule with other lengths"):
             sampler.load_state_dict(RankSampler(other, 0).state_dict())
 
 
