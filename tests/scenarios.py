@@ -499,6 +499,8 @@ REASONS = {
     ),
 }  # fmt: skip
 
+FAMILIES_OF_SHORT = "qwen2_5_vl qwen3_vl qwen3_5 llava_1_5 mistral3 gemma4 glm4v internvl3".split()
+
 SCENARIOS: dict[str, Scenario] = {
     # formats
     "captioning": Scenario("captioning", {}, Expected(40)),
@@ -538,14 +540,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "loss weights": Scenario(fractions, FEW, Expected(12, check=weighed)),
     # families
-    "qwen2_5_vl": Scenario("short", family("qwen2_5_vl"), Expected(24)),
-    "qwen3_vl": Scenario("short", family("qwen3_vl"), Expected(24)),
-    "qwen3_5": Scenario("short", family("qwen3_5"), Expected(24)),
-    "llava_1_5": Scenario("short", family("llava_1_5"), Expected(24)),
-    "mistral3": Scenario("short", family("mistral3"), Expected(24)),
-    "gemma4": Scenario("short", family("gemma4"), Expected(24)),
-    "glm4v": Scenario("short", family("glm4v"), Expected(24)),
-    "internvl3": Scenario("short", family("internvl3"), Expected(24)),
+    **{name: Scenario("short", family(name), Expected(24)) for name in FAMILIES_OF_SHORT},
     "tools": Scenario(tools, family("qwen3_vl", **pack(seq_length=600)), Expected(18)),
     # options of a plan
     "one kind": Scenario("bmr", pack(homogeneous=True), Expected(30, check=of_one_kind)),

@@ -2,12 +2,11 @@
 
 All machines must have this package installed, and see source and output under the same paths or in
 object storage. The tasks of a worker or node that dies run again on another: a task leaves nothing
-under a final name until it is complete. Progress is never worth a run: without it, the bar advances
-as tasks end. That the cluster is lost, Ray itself says late, or never: its nodes are watched.
+under a final name until it is complete. The bar advances as tasks end. That the cluster is lost,
+Ray itself says late, or never: its nodes are watched.
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -95,82 +94,12 @@ _TASK_OPTIONS: Final = {"num_cpus": 1, "max_retries": 5}
 _RESOURCES: Final = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
 
-class _Counter:
-    """An actor: how far each task at work is. It may be lost and started again: tasks tell their
-    whole progress each time."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-
-    def tell(self, number: int, count: int) -> None:
-        self._counts[number] = count
-
-    def take(self) -> dict[int, int]:
-        """Return, by task, the counts that tasks told since the last call."""
-        counts, self._counts = self._counts, {}
-        return counts
-
-
-def _run_task(
-    function: Callable[[Task], Result], task: Task, number: int, counter: Any
-) -> tuple[int, Result]:
-    """Run a task in a worker of Ray. Return how far it advanced, and its result. Meanwhile the
-    counter, if there is one, is told about twice a second."""
-    count, told = 0, -math.inf
-
-    def listener(more: int) -> None:
-        nonlocal count, told
-        count += more
-        if counter is not None and time.monotonic() - told > SECONDS_BETWEEN_REPORTS / 2:
-            counter.tell.remote(number, count)
-            told = time.monotonic()
-
-    with told_to(listener):
+def _run_task(function: Callable[[Task], Result], task: Task) -> tuple[int, Result]:
+    """Run a task in a worker of Ray. Return how far it advanced, and its result."""
+    counts: list[int] = []
+    with told_to(counts.append):
         result = function(task)
-    return count, result
-
-
-class _Progress:
-    """Progress of running tasks, as the counter knows it, and of finished tasks. The latter is
-    exact: each counts once, even if the counter or a task's first worker was lost."""
-
-    def __init__(self, ray: Any, listener: Advance | None) -> None:
-        self._ray, self._listener = ray, listener
-        self._heard: dict[int, int] = {}
-        self._answer: Any = None
-        self.counter: Any = None
-        if listener is not None:
-            actor = ray.remote(num_cpus=0, max_restarts=-1)(_Counter)
-            self.counter = actor.remote()
-
-    def begin(self, number: int) -> None:
-        self._heard[number] = 0
-
-    def end(self, number: int, count: int) -> None:
-        self._advance(count - self._heard.pop(number))
-
-    def update(self) -> None:
-        """Tell the listener the counter's last answer, if there is a new one."""
-        if self.counter is None:
-            return
-        if self._answer is None:
-            self._answer = self.counter.take.remote()
-        if not self._ray.wait([self._answer], timeout=0)[0]:
-            return
-        answer, self._answer = self._answer, None
-        try:
-            counts = self._ray.get(answer)
-        except self._ray.exceptions.RayError:
-            return  # it died, and is started again
-        for number, count in counts.items():
-            more = count - self._heard.get(number, count)  # of a task that ended: none
-            if more > 0:  # it is less where a task runs again
-                self._heard[number] += more
-                self._advance(more)
-
-    def _advance(self, count: int) -> None:
-        if self._listener is not None:
-            self._listener(count)
+    return sum(counts), result
 
 
 class RayEngine(Engine):
@@ -195,26 +124,22 @@ class RayEngine(Engine):
     ) -> Iterator[Result]:
         remote = self._remote(getattr(function, "__name__", "task"))
         ray, watch = self._connected()
-        progress = _Progress(ray, listener)
-        remaining = enumerate(tasks)
-        pending: dict[Any, int] = {}
+        remaining = iter(tasks)
+        pending: list[Any] = []
         try:
             while True:
                 watch.check()
                 # Few: they are in memory with their tables, or their results.
                 room = TASKS_PER_WORKER * max(1, watch.num_slots(self._needs)) - len(pending)
-                for number, task in islice(remaining, max(0, room)):
-                    progress.begin(number)
-                    reference = remote.remote(function, task, number, progress.counter)
-                    pending[reference] = number
+                some = islice(remaining, max(0, room))
+                pending += [remote.remote(function, task) for task in some]
                 if not pending:
                     return
-                done, _ = ray.wait(list(pending), timeout=SECONDS_BETWEEN_REPORTS)
-                progress.update()
-                for reference in done:
-                    count, result = self._result(reference)
-                    progress.end(pending.pop(reference), count)
-                    yield result
+                done, pending = ray.wait(pending, timeout=SECONDS_BETWEEN_REPORTS)
+                found = [self._result(reference) for reference in done]
+                if listener is not None:
+                    listener(sum(count for count, _ in found))
+                yield from (result for _, result in found)
         finally:
             for reference in pending:
                 ray.cancel(reference)

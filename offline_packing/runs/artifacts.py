@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
@@ -135,33 +134,21 @@ def load_plan(workspace: Workspace, receipt: PlanReceipt) -> StoredPlan:
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Return the settings that a plan depends on."""
     config, measured = run.config, load_receipt(run.workspace.packing, "measure")
-    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
-    fields = {
-        name: value if isinstance(value, str | int) else to_json(value).decode()
-        for name, value in pack.items()
-    }
-    return {
+    fields: dict[str, Any] = {
         "index": "" if measured is None else hash_of(measured.files),
         "output.layout": config.output.layout,
-        **{f"pack.{name}": value for name, value in fields.items()},
-        **_uses_fingerprint(config),
-        **{
-            f"source.{i}.skip.{path}": hash_bytes(to_json(run.trained[path]))
-            for i, source in enumerate(config.source)
-            for path in source.trained_by
-        },
     }
-
-
-def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
-    """Return the settings that repeats, weights and splits depend on besides the seed; empty if
-    each sample is used once, in the only split."""
-    fields: dict[str, str | int] = {}
+    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
+    for name, value in pack.items():
+        is_plain = isinstance(value, str | int)
+        fields[f"pack.{name}"] = value if is_plain else to_json(value).decode()
     for i, source in enumerate(config.source):
         if source.repeat != 1:
             fields[f"source.{i}.repeat"] = str(source.repeat)
         if source.weight:
             fields[f"source.{i}.weight"] = str(source.weight)
+        for path in source.trained_by:
+            fields[f"source.{i}.skip.{path}"] = hash_bytes(to_json(run.trained[path]))
     if len(config.output.split) > 1:
         shares = config.output.split.items()
         fields["output.split"] = ", ".join(f"{name} {share}" for name, share in shares)
@@ -191,8 +178,18 @@ def key_prefix(run: Run, plan_hash: str) -> str:
 
 def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
     """Return the settings that the shards of a plan depend on besides index and source."""
-    named = run.config.output.model_copy(update={"key_prefix": key_prefix(run, plan_hash)})
-    return layout_fingerprint(named, plan_hash)
+    output = run.config.output
+    return {
+        "plan": plan_hash,
+        "output.layout": output.layout,
+        "output.media": output.media,
+        "output.packs_per_shard": output.packs_per_shard,
+        "output.max_shard_bytes": output.max_shard_bytes or 0,
+        "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
+        "output.key_prefix": key_prefix(run, plan_hash),
+        "output.shards_per_folder": output.shards_per_folder or 0,
+        "output.pretokenize": 0,  # as before it was taken out, so that shards stay the same
+    }
 
 
 def generation_of(fingerprint: Fingerprint) -> str:
@@ -202,22 +199,6 @@ def generation_of(fingerprint: Fingerprint) -> str:
     same = ("output.layout", "output.media", "output.shards_per_folder")
     own = {name: value for name, value in fingerprint.items() if name not in same}
     return hash_bytes(to_json(own))[:16]
-
-
-def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
-    """Return the settings of `shards_fingerprint` of an output whose key prefix is known."""
-    assert output.key_prefix is not None
-    return {
-        "plan": plan_hash,
-        "output.layout": output.layout,
-        "output.media": output.media,
-        "output.packs_per_shard": output.packs_per_shard,
-        "output.max_shard_bytes": output.max_shard_bytes or 0,
-        "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
-        "output.key_prefix": output.key_prefix,
-        "output.shards_per_folder": output.shards_per_folder or 0,
-        "output.pretokenize": 0,  # as before it was taken out, so that shards stay the same
-    }
 
 
 def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> None:

@@ -41,7 +41,7 @@ from offline_packing.storage.files import (
 )
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
-from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
+from task_encoders.packs.manifest import Counts, Manifest, ManifestError, ShardLine
 from task_encoders.packs.stored_media import MEDIA_ROOTS
 from task_encoders.samples import TASKS
 from task_encoders.storage.paths import REMEDY
@@ -106,86 +106,74 @@ def make_manifest(
     plan: StoredPlan,
     fragments: Sequence[Path],
     folder: Path,
-    config: Mapping[str, Any] | None = None,
+    recorded: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     """Write the layout's metadata, and then the manifest, which makes the dataset complete, below
     a folder in place of the output; returns the hashes of all its files, by their names. The
-    fragments are in order; `config` is the recorded configuration where files are made again:
-    sources may have moved since."""
+    fragments are in order; `recorded` is the configuration of files that are made again: sources
+    may have moved since."""
     files: dict[str, str] = {}
     lines = []
+    table, first = pack_table(samples, plan.packs, model_cost(run.config.model)), 0
+    media = (table.media + ord("0")).astype(np.uint8)
+    flops = np.stack([table.tower, table.language], axis=1).astype("<f4")
     for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
         files |= files_of(fragment)
-        lines.append(shard_line(fragment))
-    manifest = build_manifest(run, samples, plan, lines, config)
-    table = pack_table(samples, plan.packs, model_cost(run.config.model))
-    folder.mkdir(parents=True, exist_ok=True)
-    describe(folder, manifest, fragments)
-    names = list(LAYOUTS[manifest.layout].METADATA)
-    if run.config.output.media == "refer":
-        there = run.workspace.root / MEDIA_ROOTS
-        # Sources need not be there where other files are made again.
-        is_kept = folder != run.workspace.root and there.exists()
-        content = there.read_bytes() if is_kept else media_roots(run.config.source)
-        write_atomically(folder / MEDIA_ROOTS, content)
-        names.append(MEDIA_ROOTS)
-    hashes = {name: hash_metadata(folder / name) for name in names}
-    manifest = with_columns(manifest.model_copy(update={"metadata": hashes}), table)
-    save_manifest(folder, manifest)
-    return {**files, **hashes, stored.NAME: hash_file(folder / stored.NAME)}
-
-
-def with_columns(manifest: Manifest, table: PackColumns) -> Manifest:
-    """Return the manifest with the media and operations of a plan's packs."""
-    flops = np.stack([table.tower, table.language], axis=1).astype("<f4")
-    shards, first = [], 0
-    for shard in manifest.shards:
-        own = slice(first, first := first + shard.packs)
-        media = (table.media[own] + ord("0")).astype(np.uint8).tobytes().decode()
-        text = base64.b64encode(flops[own].tobytes()).decode()
-        shards.append(shard.model_copy(update={"media": media, "flops": text}))
-    return manifest.model_copy(update={"shards": tuple(shards)})
-
-
-def build_manifest(
-    run: Run,
-    samples: Index,
-    stored: StoredPlan,
-    shards: Sequence[ShardLine],
-    config: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Return the manifest without `metadata`, which `make_manifest` adds."""
-    index, plan = samples.info, stored.receipt.facts
-    packs = {
-        split: sum(shard.packs for shard in shards if shard.split == split)
-        for split in run.config.output.split
-    }
+        own = slice(first, first := first + fragment.num_packs)
+        line = ShardLine(
+            name=fragment.name,
+            split=fragment.split,
+            packs=fragment.num_packs,
+            samples=fragment.num_samples,
+            tokens=fragment.num_tokens,
+            bytes=fragment.num_bytes,
+            xxh3_128=fragment.xxh3_128,
+            fragment_xxh3_128=fragment.content_hash,
+            media=media[own].tobytes().decode(),
+            flops=base64.b64encode(flops[own].tobytes()).decode(),
+        )
+        lines.append(line)
+    config, index, planned = run.config, samples.info, plan.receipt.facts
+    splits = config.output.split
     manifest = Manifest(
-        version=1 if run.config.pack.share_prefixes is None else 2,
-        task=run.config.task,
-        layout=run.config.output.layout,
-        seq_length=run.config.pack.seq_length,
-        pad_multiple=run.config.pack.padding,
+        version=1 if config.pack.share_prefixes is None else 2,
+        task=config.task,
+        layout=config.output.layout,
+        seq_length=config.pack.seq_length,
+        pad_multiple=config.pack.padding,
         counts=Counts(
-            samples=index.num_samples + index.num_set_aside + plan.copies,
-            packed=sum(shard.samples for shard in shards),
-            set_aside=Counter(index.set_aside) + Counter(plan.set_aside),
-            tokens=sum(shard.tokens for shard in shards),
-            packs=packs,
-            records=record_counts(samples, stored.packs.sample_ids),
+            samples=index.num_samples + index.num_set_aside + planned.copies,
+            packed=sum(line.samples for line in lines),
+            set_aside=Counter(index.set_aside) + Counter(planned.set_aside),
+            tokens=sum(line.tokens for line in lines),
+            packs={name: sum(one.packs for one in lines if one.split == name) for name in splits},
+            records=record_counts(samples, plan.packs.sample_ids),
             media_hashed_in_part=index.num_part_hashed,
         ),
-        generation=generation_of(shards_fingerprint(run, plan.hash)),
+        generation=generation_of(shards_fingerprint(run, planned.hash)),
         loss_weights="fractional" if index.num_weighted else None,
-        shards=tuple(shards),
+        shards=tuple(lines),
         fingerprint=index.fingerprint,
-        config=dict(config or stored_config(run.config, key_prefix(run, plan.hash))),
-        plan=hash_plan(stored.receipt),
+        config=dict(recorded or stored_config(config, key_prefix(run, planned.hash))),
+        plan=hash_plan(plan.receipt),
         content_hash="",
         library_versions=index.versions,
         metadata={},
     )
-    return manifest.model_copy(update={"content_hash": _hash(manifest)})
+    manifest = manifest.model_copy(update={"content_hash": _hash(manifest)})
+    folder.mkdir(parents=True, exist_ok=True)
+    describe(folder, manifest, fragments)
+    names = list(LAYOUTS[manifest.layout].METADATA)
+    if config.output.media == "refer":
+        there = run.workspace.root / MEDIA_ROOTS
+        # Sources need not be there where other files are made again.
+        is_kept = folder != run.workspace.root and there.exists()
+        content = there.read_bytes() if is_kept else media_roots(config.source)
+        write_atomically(folder / MEDIA_ROOTS, content)
+        names.append(MEDIA_ROOTS)
+    hashes = {name: hash_metadata(folder / name) for name in names}
+    save_manifest(folder, manifest.model_copy(update={"metadata": hashes}))
+    return {**files, **hashes, stored.NAME: hash_file(folder / stored.NAME)}
 
 
 def hash_plan(receipt: PlanReceipt) -> str:
@@ -194,20 +182,6 @@ def hash_plan(receipt: PlanReceipt) -> str:
     facts = receipt.facts
     named = {"fingerprint": fingerprint, "hash": facts.hash, "set_aside": facts.set_aside}
     return hash_bytes(to_json(named))
-
-
-def shard_line(fragment: ShardFragment) -> ShardLine:
-    """Return the manifest's line of a shard, without columns of its packs."""
-    return ShardLine(
-        name=fragment.name,
-        split=fragment.split,
-        packs=fragment.num_packs,
-        samples=fragment.num_samples,
-        tokens=fragment.num_tokens,
-        bytes=fragment.num_bytes,
-        xxh3_128=fragment.xxh3_128,
-        fragment_xxh3_128=fragment.content_hash,
-    )
 
 
 def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:

@@ -4,17 +4,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.engines.local import Advance
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
 from offline_packing.index.table import Index
-from offline_packing.layouts.container import check_places
 from offline_packing.layouts.shards import (
     COLUMNS,
     PREFIX_COLUMNS,
@@ -53,24 +52,13 @@ def _counted(function: Callable[[Task], Result], task: Task) -> tuple[Result, in
     return function(task), os.getpid(), REPEATS - before
 
 
-def estimate_bytes(run: Run, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
-    """Return (num_packs,) bytes of each pack on disk, at least."""
-    return estimate_pack_bytes(samples, plan, refers=run.config.output.media == "refer")
-
-
-def check_media(run: Run, samples: Index) -> None:
-    """Raise StageError if packs are to refer to media, and cannot refer to some."""
-    if run.config.output.media == "refer":
-        check_places(samples, open_sources(run.config))
-
-
 def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[PlannedShard]:
     """Assign packs to shards."""
     output = run.config.output
     if output.max_shard_bytes is None:
         pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)
     else:
-        pack_bytes = estimate_bytes(run, samples, plan)
+        pack_bytes = estimate_pack_bytes(samples, plan, refers=output.media == "refer")
     splits = splits_of_plan(plan, output.split)
     limits = output.packs_per_shard, output.max_shard_bytes, output.shards_per_folder
     return lay_out_shards(pack_bytes, splits, *limits)
@@ -83,12 +71,16 @@ def iterate_tasks(
     shards: Sequence[PlannedShard],
     *,
     with_sources: bool = True,
+    folder: Path | None = None,
 ) -> Iterator[ShardTask]:
     """Make the task of each shard when it is asked for. Without sources, which need not exist then,
-    a task reads neither samples nor media."""
+    a task reads neither samples nor media. A task for another `folder` than the output does not
+    heed the times of source files: hashes decide whether the shard is the same."""
     if not shards:
         return
     workspace, config = run.workspace, run.config
+    folder = folder or workspace.root
+    is_output = folder == workspace.root
     sources = tuple(open_sources(config)) if with_sources else ()
     bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
@@ -99,7 +91,7 @@ def iterate_tasks(
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(
             shard=shard,
-            folder=workspace.root,
+            folder=folder,
             unpack_folder=workspace.unpacked,
             samples=_as_planned(table, plan, shard, copies),
             pack_sizes=np.diff(offsets),
@@ -110,7 +102,7 @@ def iterate_tasks(
             layout=config.output.layout,
             generation=generation_of(started),
             refers=config.output.media == "refer",
-            check_times=MODIFICATION_TIME not in run.accept_mismatch,
+            check_times=is_output and MODIFICATION_TIME not in run.accept_mismatch,
         )
 
 

@@ -5,6 +5,7 @@ import atexit
 import errno
 import fcntl
 import functools
+import hashlib
 import logging
 import os
 import shutil
@@ -28,10 +29,6 @@ from task_encoders.threads import in_threads
 
 #: The number of objects that are read at the same time: each takes some 30 ms to its first byte.
 _AT_ONCE: Final = 16
-
-#: Values that change with a file: size, modification and change time (ns), inode; of an object,
-#: size and ETag.
-Stamp = tuple[int | str, ...]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -131,25 +128,6 @@ def read_each(
         yield from map(read, items)
         return
     yield from in_threads(read, items, _AT_ONCE, ahead=_AT_ONCE)
-
-
-def file_stamp(path: str | Path) -> Stamp | None:
-    """Return the stamp of a local file; None: there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    times = found.st_mtime_ns, found.st_ctime_ns
-    return (found.st_size, *times, found.st_ino) if stat.S_ISREG(found.st_mode) else None
-
-
-def file_stamps(folder: Path) -> dict[str, Stamp | None]:
-    """Return the stamps of the files in a folder, by name; those of objects come from one listing.
-    None: the storage gives no ETag. A folder that does not exist is empty."""
-    if remote := as_remote(folder):
-        return {name: (size, tag) if tag else None for name, size, tag in remote.tags()}
-    names = os.listdir(folder) if folder.is_dir() else ()
-    return {name: stamp for name in names if (stamp := file_stamp(f"{folder}/{name}")) is not None}
 
 
 def remove_folder(folder: Path) -> None:
@@ -294,11 +272,8 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(path: Path) -> str:
     """Return the xxh3_128 of a file's content."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", _HASHED_BLOCK) as file:
-        while block := file.read(_HASHED_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb", _HASHED_BLOCK if is_remote(path) else 0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def hash_files(folder: Path, pattern: str) -> dict[str, str]:

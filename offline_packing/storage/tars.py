@@ -24,7 +24,7 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.storage.streams import DamagedStreamError
 from task_encoders.packs.pack_format import index_of_key
-from task_encoders.storage.paths import REMEDY, plain_name, read_indexed, read_range
+from task_encoders.storage.paths import REMEDY, plain_name, read_range
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _REGULAR: Final = frozenset((b"0", b"\0", b"7"))
@@ -284,11 +284,18 @@ def read_pack_entry(path: Path, key: str) -> tuple[PackEntry, bytes]:
     with _damage_named(path):
         first = tarfile.TarInfo.frombuf(read_range(path, 0, _BLOCK), "utf-8", "surrogateescape")
         place = index_of_key(key) - index_of_key(first.name.partition(".")[0])
-        data = read_indexed(path, path.with_suffix(".tar.idx"), place, 1)
-        found = list(_scan(path, io.BytesIO(data + _END)))
-    if [entry.key for entry in found] != [key]:
+        index = path.with_suffix(".tar.idx")
+        found = read_range(index, 8 * place, 8 * place + 16) if place >= 0 else b""
+        if len(found) < 16:
+            raise ValueError(f"{index.name} has no place {place}")
+        start, end = np.frombuffer(found, "<u8").tolist()
+        data = read_range(path, start, end) if start < end else b""
+        if not data or len(data) != end - start:
+            raise ValueError(f"it has no bytes {start} to {end}, which {index.name} names")
+        entries = list(_scan(path, io.BytesIO(data + _END)))
+    if [entry.key for entry in entries] != [key]:
         raise StageError(f"{path} holds no pack {key!r}; {REMEDY}")
-    return found[0], data
+    return entries[0], data
 
 
 @contextmanager

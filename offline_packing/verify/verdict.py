@@ -16,9 +16,12 @@ the earlier verdict, with its own stamps.
 """
 
 import logging
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
@@ -31,9 +34,6 @@ from offline_packing.runs.manifest import require_manifest, stored_config
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources.roots.roots import MediaRoot
 from offline_packing.storage.files import (
-    Stamp,
-    file_stamp,
-    file_stamps,
     hash_bytes,
     remove_path,
     to_json,
@@ -49,6 +49,7 @@ from offline_packing.storage.receipts import (
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import Drawn, verify
 from task_encoders.packs.stored_media import MEDIA_ROOTS
+from task_encoders.storage.paths import as_remote
 from task_encoders.storage.remote_requests import RemoteError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 #: Files that say how the records of some formats are read; "" is the source's path itself.
 _DESCRIPTIONS: Final = ("", "/dataset_info.json", "/.nv-meta/dataset.yaml", "/.nv-meta/split.yaml")
 
+#: Values that change with a file: size, modification and change time (ns), inode; of an object,
+#: size and ETag.
+Stamp = tuple[int | str, ...]
 #: A file's name and stamp; None: it is not known.
 _Stamps = Iterator[tuple[str, Stamp | None]]
 
@@ -150,6 +154,25 @@ def _depends_on(run: Run, deep: bool) -> Mapping[str, str | None]:
     except (OSError, StageError):  # `verify` names the fault
         found["files"] = None
     return found
+
+
+def file_stamp(path: str | Path) -> Stamp | None:
+    """Return the stamp of a local file; None: there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return (found.st_size, *times, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+
+
+def file_stamps(folder: Path) -> dict[str, Stamp | None]:
+    """Return the stamps of the files in a folder, by name; those of objects come from one listing.
+    None: the storage gives no ETag. A folder that does not exist is empty."""
+    if remote := as_remote(folder):
+        return {name: (size, tag) if tag else None for name, size, tag in remote.tags()}
+    names = os.listdir(folder) if folder.is_dir() else ()
+    return {name: stamp for name in names if (stamp := file_stamp(f"{folder}/{name}")) is not None}
 
 
 def _hash(stamps: _Stamps) -> str | None:

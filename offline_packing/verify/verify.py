@@ -92,8 +92,8 @@ def verify(
     run: Run, *, deep: bool = False, hash_only: bool = False, drawn: Drawn | None = None
 ) -> VerifyResult:
     """Check the packed dataset; `deep`: also compare it with the source, and encode every sample
-    again. `hash_only`: the bytes of all files, not their content; `drawn`: the files beside the
-    shards, and packs drawn at random. It opens its artifacts itself, so as not to open damaged
+    again. `hash_only`: the bytes of all files, not their content; or else `drawn`: the files beside
+    the shards, and packs drawn at random. It opens its artifacts itself, so as not to open damaged
     ones. Raises StageError if there is no complete dataset to check, or the source, which only
     `deep` needs, cannot be read.
     """
@@ -111,7 +111,7 @@ def verify(
         except StageError as error:
             message = f"verify --deep needs the source: {error}; verify without --deep does not"
             raise StageError(message) from error
-    damage = find_damage(run, STAGES[:-1], shards=hash_only and drawn is None)
+    damage = find_damage(run, STAGES[:-1], shards=hash_only)
     for one in damage:
         total.problem(str(one), repairable=True)
     in_the_way = [one.name for one in damage if not one.is_aside]
@@ -149,7 +149,7 @@ def _verify_shards(
     planned = {shard_file(shard.name): shard.num_packs for shard in shards}
     if is_whole and planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
-    if hash_only and drawn is None:
+    if hash_only:
         counts = manifest.counts
         total.num_packs, total.num_samples = sum(counts.packs.values()), counts.packed
     else:

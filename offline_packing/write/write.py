@@ -26,9 +26,9 @@ from offline_packing.layouts.container import media_roots, shard_file
 from offline_packing.layouts.shards import (
     PlannedShard,
     ShardTask,
+    estimate_pack_bytes,
     fragment_file,
 )
-from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import StoredPlan, check_layout, shards_fingerprint
 from offline_packing.runs.manifest import (
     make_manifest,
@@ -37,16 +37,10 @@ from offline_packing.runs.manifest import (
     save_manifest,
 )
 from offline_packing.runs.repair import end_repair, is_repairing, put_back
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.source_files import describe_change
 from offline_packing.runs.stage import Stage, Task, bring, is_complete
-from offline_packing.runs.tasks import (
-    check_media,
-    estimate_bytes,
-    iterate_tasks,
-    plan_shards,
-    run_tasks,
-)
+from offline_packing.runs.tasks import iterate_tasks, plan_shards, run_tasks
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.rows import WANTED_SHARE
 from offline_packing.storage.files import (
@@ -111,16 +105,53 @@ class Write(Stage):
         return tasks
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
-        if tasks:
-            _run_tasks(self.run, self.samples, self.plan.packs, [one.work for one in tasks], folder)
+        """Write shards. Raises StageError if any is still missing at the end."""
+        if not tasks:
+            return
+        run, packs = self.run, self.plan.packs
+        if run.config.output.media == "refer":
+            container.check_places(self.samples, open_sources(run.config))
+        run.workspace.write.mkdir(parents=True, exist_ok=True)
+        left: list[PlannedShard] = [task.work for task in tasks]
+        for name in {fragment_file(shard.name).rpartition("/")[0] for shard in left}:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        own = run.engine.share(left)
+        failures: dict[str, str] = {}
+        with run.bar("write", packs.num_packs, "pack") as bar:
+            bar.update(packs.num_packs - sum(shard.num_packs for shard in left))
+            todo = iterate_tasks(run, self.samples, packs, own, folder=folder)
+            for name, failure in run_tasks(run, write_shard, todo, bar.update):
+                if failure is not None:
+                    logger.error("write: %s failed: %s", name, failure)
+                    failures[name] = failure
+                if len(failures) == _MAX_FAILURES:
+                    break
+        if failures:
+            name = min(failures)
+            stopped = " and the others were not tried" if len(failures) == _MAX_FAILURES else ""
+            raise StageError(
+                f"{len(failures)} of {len(own)} shards could not be written{stopped}; "
+                f"{name}: {failures[name]}"
+            )
 
     def finish(self, folder: Path) -> None:
         """Write the metadata and, last, the manifest."""
-        _warn_of_small_shards(self.run, self.shards)
+        self._warn_of_small_shards()
         recorded = load_receipt(self.run.workspace.packing, self.name)
         config = recorded and recorded.facts.get("config")
         fragments = [self.run.workspace.fragment(shard.name) for shard in self.shards]
         self.files = make_manifest(self.run, self.samples, self.plan, fragments, folder, config)
+
+    def _warn_of_small_shards(self) -> None:
+        """Warn of `max_shard_bytes` below most packs, as of bytes that were meant to be MB."""
+        single, output = sum(shard.num_packs == 1 for shard in self.shards), self.run.config.output
+        is_most = single > max(len(self.shards) / 2, 1)
+        if output.max_shard_bytes and output.packs_per_shard > 1 and is_most:
+            logger.warning(
+                "write: %s of %s shards hold one pack: output.max_shard_bytes %s is in bytes; "
+                "raise it",
+                *(f"{one:,}" for one in (single, len(self.shards), output.max_shard_bytes)),
+            )
 
     def record(self) -> tuple[dict[str, str], dict[str, Any]]:
         return self.files, {"config": require_manifest(self.run.workspace.root).config}
@@ -153,26 +184,14 @@ class Write(Stage):
             replace(receipt, files={**receipt.files, **files}).save(at.packing, self.name)
 
 
-def _warn_of_small_shards(run: Run, shards: Sequence[PlannedShard]) -> None:
-    """Warn of `max_shard_bytes` below most packs, as of bytes that were meant to be megabytes."""
-    single = sum(shard.num_packs == 1 for shard in shards)
-    output = run.config.output
-    if output.max_shard_bytes and output.packs_per_shard > 1 and single > max(len(shards) / 2, 1):
-        logger.warning(
-            "write: %s of %s shards hold one pack: output.max_shard_bytes %s is in bytes; raise it",
-            f"{single:,}",
-            f"{len(shards):,}",
-            f"{output.max_shard_bytes:,}",
-        )
-
-
 def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     """Describe what `write` would write; writes nothing."""
     stage = Write(run, samples, stored)
     plan, shards = stored.packs, stage.shards
     if is_complete(run, stage):
         return f"write: complete ({len(shards):,} shards), nothing to do"
-    num_bytes = int(estimate_bytes(run, samples, plan).sum())
+    refers = run.config.output.media == "refer"
+    num_bytes = int(estimate_pack_bytes(samples, plan, refers=refers).sum())
     unpacked = _estimate_unpacked_bytes(samples, len(shards))
     meanwhile = (
         f"; meanwhile up to {unpacked:,} bytes of unpacked files in {run.workspace.unpacked}"
@@ -210,39 +229,6 @@ def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
     last = pa.concat_tables(ends).group_by(file).aggregate([("end_max", "max")])
     in_files = pc.sum(last["end_max_max"]).as_py() or 0
     return in_files + (in_rows if num_shards * WANTED_SHARE > 1 else 0)
-
-
-def _run_tasks(
-    run: Run, samples: Index, plan: PackPlan, left: Sequence[PlannedShard], folder: Path
-) -> None:
-    """Write shards below a folder: where it is not the output, hashes decide whether they are the
-    same, not the times of source files. Raises StageError if any is still missing at the end."""
-    check_media(run, samples)
-    is_output = folder == run.workspace.root
-    run.workspace.write.mkdir(parents=True, exist_ok=True)
-    for name in {fragment_file(shard.name).rpartition("/")[0] for shard in left}:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    own = run.engine.share(left)
-    failures: dict[str, str] = {}
-    with run.bar("write", plan.num_packs, "pack") as bar:
-        bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
-        tasks = (
-            task if is_output else replace(task, folder=folder, check_times=False)
-            for task in iterate_tasks(run, samples, plan, own)
-        )
-        for name, failure in run_tasks(run, write_shard, tasks, bar.update):
-            if failure is not None:
-                logger.error("write: %s failed: %s", name, failure)
-                failures[name] = failure
-            if len(failures) == _MAX_FAILURES:
-                break
-    if failures:
-        name = min(failures)
-        stopped = " and the others were not tried" if len(failures) == _MAX_FAILURES else ""
-        raise StageError(
-            f"{len(failures)} of {len(own)} shards could not be written{stopped}; "
-            f"{name}: {failures[name]}"
-        )
 
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:

@@ -119,17 +119,3 @@ def read_range(path: Path, start: int, end: int) -> bytes:
         return remote.read_range(start, end)
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), end - start, start)
-
-
-def read_indexed(path: Path, index: Path, first: int, count: int) -> bytes:
-    """Read consecutive entries of a file, and only their bytes; another file holds their offsets
-    and the last one's end (uint64 little-endian). Raises OSError; ValueError if there are fewer."""
-    places = first, first + count
-    offsets = [read_range(index, 8 * one, 8 * one + 8) if one >= 0 else b"" for one in places]
-    if not all(offsets):
-        raise ValueError(f"{index.name} has no places {first} to {first + count}")
-    start, end = (int.from_bytes(offset, "little") for offset in offsets)
-    data = read_range(path, start, end) if start < end else b""
-    if not data or len(data) != end - start:
-        raise ValueError(f"it has no bytes {start} to {end}, which {index.name} names")
-    return data

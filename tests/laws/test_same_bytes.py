@@ -2,12 +2,14 @@
 number of workers would have, however often a run was killed, and wherever the output lies."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offline_packing.engines.local import LocalEngine
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from tests.helpers.outputs import files_of
 from tests.laws.kills import (
@@ -47,6 +49,9 @@ def test_killed_at_every_stage(finished: tuple[Run, list[Moment]], place: str) -
     """Killed at the first, the middle and the last advance of each stage, and before the file that
     says that the stage is complete; each run goes on where the last one was killed."""
     whole, moments = finished
+    packs = sum(require_manifest(whole.workspace.root).counts.packs.values())
+    functions = Counter(function for function, *_ in moments)  # the bars advance by packs
+    assert functions["write_shard"] == functions["verify_shard"] == packs
     run = at(whole, place)
     for function, markers in STAGES.items():
         for fatal in fatal_moments(moments, function):

@@ -7,13 +7,6 @@ import pytest
 
 from offline_packing.cli import main as cli_module
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs
-
-
-@pytest.fixture(scope="session")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 pictures with captions, to be read only."""
-    return captioning_pairs(tmp_path_factory.mktemp("captions"))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from task_encoders.storage.paths import path_of
 from tests.helpers.command import Command
 from tests.helpers.datasets import config_file, pack_all, packed_run
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of, repair, shard_files
+from tests.helpers.outputs import files_of, shard_files
 from tests.world import World, at, copy_of
 
 
@@ -39,27 +39,18 @@ def remote(local: Run, bucket: str) -> Run:
     return at(local, f"{bucket}/out")
 
 
-def test_upkeep(remote: Run, object_store: ObjectStore, bucket: str) -> None:
+def test_upkeep(remote: Run, bucket: str) -> None:
     run = remote
     assert "measure   not begun" in status(run)
     with run.workspace.lock(shared=False):
         pack_all(run)
         report(run)
-    before = object_store.objects(f"{bucket}/out")
     assert "complete: 16 samples" in status(run)
     assert f"report    {bucket}/out/_packing/report/report.html" in status(run)
     shown = list(preview(run, packs=["0"]))
     assert len(shown) == 1
     name = bucket.removeprefix("s3://")
     assert f"{name}/out" in blend([path_of(f"{bucket}/out")])  # as msc://, which Energon reads
-    tar = next(key for key in before if key.endswith("train-000000.tar"))
-    for key in (tar, "_packing/index/part-00000.parquet", "_packing/plan/plan.json"):
-        object_store.client.put_object(Bucket=name, Key=f"out/{key}", Body=before[key][:-100])
-    object_store.client.delete_object(Bucket=name, Key="out/val-000000.tar.idx")
-    assert not verify(run).ok
-    with run.workspace.lock():
-        assert tar in repair(run)
-    assert object_store.objects(f"{bucket}/out") == before
 
 
 def test_stages_of_an_index(local: Run, bucket: str, tmp_path: Path) -> None:
@@ -75,33 +66,17 @@ def test_stages_of_an_index(local: Run, bucket: str, tmp_path: Path) -> None:
     assert len(found[0]) > 2
 
 
-def test_failing_requests(
-    local: Run,
-    remote: Run,
-    object_store: ObjectStore,
-    bucket: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A tenth of the requests fail: the same objects, and a line with how many were repeated."""
-    object_store.fail(0.1)
-    with caplog.at_level("INFO"), remote.workspace.lock():
-        pack_all(remote)
-    assert object_store.counts()["failed"] > 3
-    object_store.set_faults()
-    assert re.search(r"s3://.*/out: \d+ requests failed and were made again", caplog.text)
-    assert object_store.objects(f"{bucket}/out") == files_of(local.workspace.root)
-    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
-
-
-def test_denied_writes(
+def test_denied_writes_and_failing_requests(
     local: Run,
     remote: Run,
     object_store: ObjectStore,
     bucket: str,
     tmp_path: Path,
     command: Command,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A bucket that denies writes half-way: one line, and a run that goes on when it may."""
+    """A bucket that denies writes half-way: one line, and a run that goes on when it may; where a
+    tenth of the requests fail, with a line with how many were repeated."""
     config = config_file(tmp_path / "pack.yaml", remote.config)
     for writes in (2, 9, 16):
         object_store.set_faults(Faults(writes_allowed=writes))
@@ -114,9 +89,14 @@ def test_denied_writes(
         )
         assert "test-secret" not in said
         assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
-    with remote.workspace.lock():
+    object_store.fail(0.1)
+    with caplog.at_level("INFO"), remote.workspace.lock():
         pack_all(remote)
+    assert object_store.counts()["failed"] > 3
+    object_store.set_faults()
+    assert re.search(r"s3://.*/out: \d+ requests failed and were made again", caplog.text)
     assert object_store.objects(f"{bucket}/out") == files_of(local.workspace.root)
+    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
 
 
 def test_scratch_of_a_killed_run_is_removed(

@@ -21,7 +21,6 @@ from click.testing import CliRunner
 from offline_packing.cli.commands import cli
 from offline_packing.config.packing import load_config
 from offline_packing.sources.recognise import recognise
-from task_encoders.storage.paths import REMEDY
 from tests.helpers import formats
 from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import (
@@ -146,14 +145,6 @@ def test_errors(
     assert "Traceback" not in error
 
 
-def test_failed_check(config: Path, tmp_path: Path, command: Command) -> None:
-    invoke("run", config)
-    (tmp_path / "out/train-000000.tar.idx").unlink()
-    code, _, error = command("verify", config)
-    assert code == 1
-    assert error.endswith(f"has 1 problems; 1 of damaged files: {REMEDY}\n")
-
-
 @pytest.mark.parametrize("verb", ["verify", "status", "report", "preview"])
 def test_looking_makes_no_output(config: Path, tmp_path: Path, command: Command, verb: str) -> None:
     """An output that was never made is named as such, and no folder is made for it."""
@@ -189,23 +180,6 @@ def test_help_is_whole() -> None:
         for name, command in cli.commands.items():
             sentence = (command.help or "").split("\n\n")[0]
             assert "".join(f"{name} {sentence}".split()) in listed
-
-
-def test_a_shell_completes_verbs_and_options() -> None:
-    """The script that README tells to install, and what it asks for."""
-    command = Path(sys.executable).with_name("offline-packing")
-
-    def ask(instruction: str, **words: str) -> str:
-        environment = {**os.environ, "_OFFLINE_PACKING_COMPLETE": f"bash_{instruction}", **words}
-        done = subprocess.run(
-            [command], env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        return done.stdout
-
-    assert "_OFFLINE_PACKING_COMPLETE" in ask("source")
-    assert "verify" in ask("complete", COMP_WORDS="offline-packing ver", COMP_CWORD="1")
-    options = ask("complete", COMP_WORDS="offline-packing run pack.yaml --d", COMP_CWORD="3")
-    assert {"--deep", "--dry-run"} <= {one.partition(",")[2] for one in options.split()}
 
 
 def heed_signals() -> None:
@@ -431,18 +405,45 @@ def test_the_file_that_is_written_is_never_overwritten(tmp_path: Path) -> None:
     assert "format: pairs" in to.read_text()
 
 
+EDGES = {"shortest_edge": 784, "longest_edge": 99_840}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "family"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5"), ("llava", "")]
+    ("family", "files", "limits"),
+    [
+        # Qwen3.6 and 3.8 are Qwen3_5ForConditionalGeneration, too.
+        ("qwen3_5", {"config": {"model_type": "qwen3_5"}}, {"min_pixels": 65_536}),
+        ("qwen3_5", {"config": {"model_type": "qwen3_5_moe"}}, {"min_pixels": 65_536}),
+        ("llava_1_5", {"config": {"model_type": "llava"}}, {}),
+        (
+            "qwen2_vl",
+            {"preprocessor_config": {"min_pixels": 784, "max_pixels": 50_176}},
+            {"min_pixels": 784, "max_pixels": 50_176},
+        ),
+        (
+            "qwen2_vl",
+            {"preprocessor_config": {"size": {"longest_edge": 99_840}}},
+            {"min_pixels": 3136, "max_pixels": 99_840},
+        ),
+        (
+            "qwen2_vl",
+            {"processor_config": {"image_processor": {"size": EDGES}}},
+            {"min_pixels": 784, "max_pixels": 99_840},
+        ),
+    ],
 )
-def test_the_checkpoint_names_its_family(model_type: str, family: str, tmp_path: Path) -> None:
-    """Qwen3.6 and 3.8 are Qwen3_5ForConditionalGeneration, too."""
-    save_tokenizer(family or "llava_1_5", tmp_path / "model")
-    write_json(tmp_path / "model/config.json", {"model_type": model_type})
+def test_a_checkpoint_names_its_family_and_how_many_pixels(
+    family: str, files: dict[str, Any], limits: dict[str, int], tmp_path: Path
+) -> None:
+    save_tokenizer(family, tmp_path / "model")
+    for name, content in ({"config": {"model_type": family}} | files).items():
+        write_json(tmp_path / f"model/{name}.json", content)
     data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
     invoke("init", data, "--to", to, "--processor", tmp_path / "model")
     model = load_config(to).model
-    assert (model.family, model.processor) == (family or "llava_1_5", str(tmp_path / "model"))
-    assert ("min_pixels: 65536" in to.read_text()) == bool(family)
+    assert (model.family, model.processor) == (family, str(tmp_path / "model"))
+    assert limits.items() <= model.model_dump().items()
+    assert ("pixels:" in to.read_text()) == bool(limits)
 
 
 @pytest.mark.parametrize("form", ["ms-swift", "LLaMA-Factory"])
@@ -522,29 +523,6 @@ def test_the_split_that_has_tars_is_read(
     parts = {name: ["shard-000.tar"] if name in splits else [] for name in ("train", "val", "test")}
     (tmp_path / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump({"split_parts": parts}))
     assert recognise(str(tmp_path)).options["split"] == split
-
-
-EDGES = {"shortest_edge": 784, "longest_edge": 99_840}
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "limits"),
-    [
-        ("preprocessor_config", {"min_pixels": 784, "max_pixels": 50_176}, (784, 50_176)),
-        ("preprocessor_config", {"size": {"longest_edge": 99_840}}, (3136, 99_840)),
-        ("processor_config", {"image_processor": {"size": EDGES}}, (784, 99_840)),
-    ],
-)
-def test_the_checkpoint_says_how_many_pixels(
-    file: str, content: dict[str, Any], limits: tuple[int, int], tmp_path: Path
-) -> None:
-    save_tokenizer("qwen2_vl", tmp_path / "model")
-    write_json(tmp_path / "model/config.json", {"model_type": "qwen2_vl"})
-    write_json(tmp_path / f"model/{file}.json", content)
-    data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
-    invoke("init", data, "--to", to, "--processor", tmp_path / "model")
-    model: Any = load_config(to).model
-    assert (model.min_pixels, model.max_pixels) == limits
 
 
 def test_what_is_refused_and_named(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""A local Ray cluster gives what local processes give; the death of a worker, or of the counter of
-progress, loses nothing. test_ray_cluster.py runs these."""
+"""A local Ray cluster gives what local processes give; the death of a worker loses nothing.
+test_ray_nodes.py runs these."""
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import make_config, pack_all, packed_run
-from tests.helpers.faults import check_progress
-from tests.helpers.ray_clusters import kill_processes
+from tests.helpers.datasets import captioning_pairs, make_config, pack_all, packed_run
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
@@ -33,6 +30,7 @@ def engine() -> Iterator[RayEngine]:
 
 
 def square(number: int) -> int:
+    advance()
     if number == 1_000:
         raise SampleError("bad_json", "the thousandth")
     return number * number
@@ -47,7 +45,10 @@ def die_once(marker: Path) -> int:
 
 
 def test_results_and_failures(engine: RayEngine) -> None:
-    assert sorted(engine.run(square, range(30))) == [number * number for number in range(30)]
+    told: list[int] = []
+    found = sorted(engine.run(square, range(30), told.append))
+    assert found == [number * number for number in range(30)]
+    assert sum(told) == 30
     assert list(engine.run(square, [])) == []
     with pytest.raises(SampleError, match="bad_json: the thousandth"):
         list(engine.run(square, [1_000]))
@@ -60,30 +61,6 @@ def test_killed_worker(engine: RayEngine, tmp_path: Path) -> None:
     assert all(marker.exists() for marker in markers)
 
 
-def step(number: int) -> int:
-    for _ in range(4):
-        time.sleep(0.2)
-        advance()
-    return number
-
-
-def test_killed_counter(engine: RayEngine) -> None:
-    """Progress goes on, and ends where it should."""
-    told: list[int] = []
-
-    def listen(count: int) -> None:
-        if not told:
-            kill_processes("ray::_Counter")
-        told.append(count)
-
-    assert sorted(engine.run(step, range(8), listen)) == list(range(8))
-    assert sum(told) == 4 * 8
-
-
-def test_progress_is_told_before_the_task_ends(engine: RayEngine, tmp_path: Path) -> None:
-    check_progress(engine, tmp_path)
-
-
 def test_an_option_that_ray_lacks() -> None:
     with (
         RayEngine(1, {"num_cpu": 2}) as engine,
@@ -92,7 +69,8 @@ def test_an_option_that_ray_lacks() -> None:
         list(engine.run(square, [1]))
 
 
-def test_equal_to_local_processes(engine: RayEngine, captions: Path, tmp_path: Path) -> None:
+def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
+    captions = captioning_pairs(tmp_path / "data")
     local = packed_run(captions, tmp_path / "local")
     run = Run(make_config(captions, tmp_path / "ray"), engine)
     pack_all(run)

@@ -5,22 +5,19 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from offline_packing.engines import ENGINES, local
-from offline_packing.engines.local import Advance, LocalEngine
+from offline_packing.engines import local
+from offline_packing.engines.local import LocalEngine, advance
 from offline_packing.errors import StageError
 from offline_packing.runs.run import build_engine
-from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
-from tests.helpers.faults import check_progress
+from tests.helpers.datasets import make_config
 
 
 def square(number: int) -> int:
@@ -136,53 +133,36 @@ def test_a_task_above_its_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(LocalEngine(0).run(allocate, [1 << 30])) == [1 << 30]
 
 
-@pytest.mark.parametrize("name", sorted(ENGINES))
-def test_engine_of_a_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACKING_RANK", "0")
-    monkeypatch.setenv("PACKING_WORLD_SIZE", "1")
-    config = make_config(tmp_path / "data", tmp_path / "out", engine={"name": name})
-    with build_engine(config.engine) as engine:
-        assert isinstance(engine, ENGINES[name])
-        assert engine.workers == 0
-
-
-def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with (
-        ENGINES["ray"](1) as engine,
-        pytest.raises(
-            StageError, match=r"pip install 'ray>=2.55' \(in a clone: pip install -e '\.\[ray\]'\)"
-        ),
-    ):
+    config = make_config(tmp_path / "data", tmp_path / "out", engine={"name": "ray"})
+    needed = r"pip install 'ray>=2.55' \(in a clone: pip install -e '\.\[ray\]'\)"
+    with build_engine(config.engine) as engine, pytest.raises(StageError, match=needed):
         next(engine.run(abs, [-1]))
 
 
+STEPS = 4
+
+
+def slow_task(folder: Path) -> int:
+    """Four steps, of which the last is taken when the caller has heard of the first."""
+    for step in range(STEPS):
+        advance()
+        deadline = time.monotonic() + 300
+        while step == STEPS - 2 and not (folder / "heard").exists():
+            assert time.monotonic() < deadline, "nobody heard of the first steps"
+            time.sleep(0.02)
+    return STEPS
+
+
 def test_progress_is_told_before_the_task_ends(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    def listen(count: int) -> None:
+        told.append(count)
+        if sum(told):
+            (tmp_path / "heard").touch()
+
     with LocalEngine(1) as engine:
-        check_progress(engine, tmp_path)
-
-
-class Recorded(LocalEngine):
-    """Remembers what the stages' bars were told."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.told: list[int] = []
-
-    def run(self, function: Any, tasks: Iterable[Any], listener: Advance | None = None) -> Any:
-        return super().run(function, tasks, listener and self.told.append)
-
-
-def test_stages_advance_by_records_and_packs(tmp_path: Path) -> None:
-    """One part and one shard, so nothing could be told between tasks."""
-    source = captioning_pairs(tmp_path / "data", 12)
-    sections = {"output": {"packs_per_shard": 1000}, "pack": {"seq_length": 128}}
-    run = replace(make_run(source, tmp_path / "out", **sections), engine=Recorded())
-    assert isinstance(run.engine, Recorded)
-    manifest = pack_all(run)
-    (packs,) = manifest.counts.packs.values()
-    assert len(manifest.shards) == 1 < packs
-    assert run.engine.told == [1] * (12 + packs)
-    run.engine.told.clear()
-    assert verify(run).ok
-    assert run.engine.told == [1] * packs
+        assert list(engine.run(slow_task, [tmp_path] * 2, listen)) == [STEPS] * 2
+    assert sum(told) == 2 * STEPS

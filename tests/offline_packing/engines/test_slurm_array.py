@@ -67,29 +67,24 @@ def own(rank: int, world_size: int) -> dict[str, str]:
         (array(3, 0, 7, 8) | step(1, 2), (7, 16)),
         (own(5, 8), (5, 8)),
         (own(5, 8) | array(5, 5, 5, 1), (5, 8)),
-    ],
-)
-def test_rank(environment: dict[str, str], expected: tuple[int, int]) -> None:
-    assert find_rank(environment) == expected
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "1"},
-        {"SLURM_ARRAY_TASK_ID": "5"},
-        array(7, 3, 7, 2),  # --array=3,7
-        array(4, 1, 7, 4, step=2),
-        array(0, 0, 0, 1, step=0),
-        own(-1, 2),
-        {"PACKING_RANK": "1"},
-        step(4, 4),
+        # No rank:
+        ({}, None),
+        ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "1"}, None),
+        ({"SLURM_ARRAY_TASK_ID": "5"}, None),
+        (array(7, 3, 7, 2), None),  # --array=3,7
+        (array(4, 1, 7, 4, step=2), None),
+        (array(0, 0, 0, 1, step=0), None),
+        (own(-1, 2), None),
+        ({"PACKING_RANK": "1"}, None),
+        (step(4, 4), None),
         # A batch script that asks for tasks and starts none is a single process:
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
     ],
 )
-def test_no_rank(environment: dict[str, str]) -> None:
+def test_rank(environment: dict[str, str], expected: tuple[int, int] | None) -> None:
+    if expected is not None:
+        assert find_rank(environment) == expected
+        return
     with pytest.raises(ConfigError, match="PACKING_RANK and PACKING_WORLD_SIZE"):
         find_rank(environment)
 
@@ -160,40 +155,35 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Comma
     assert "run plan with engine.name=local" in error
 
 
-def run_script(
-    tmp_path: Path, sbatch: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """launch/pack_slurm.sh with another sbatch and a command that says its rank and its call."""
+def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
+    """launch/pack_slurm.sh with another sbatch and a command that says its rank and its call: each
+    job waits for the one before; arrays and others have logs of their own names."""
     say = "import sys; from offline_packing.engines.slurm_array import find_rank; import os; "
     say += 'rank = find_rank(os.environ) if "engine.name=slurm" in sys.argv else None; '
     say += 'print((rank, sys.argv[1:]), file=open(os.environ["LOG"], "a"))'
     programs = {
-        "sbatch": sbatch,
+        "sbatch": FAKE_SBATCH,
         "offline-packing": f"#!/bin/sh\nexec '{sys.executable}' -c '{say}' \"$@\"\n",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    return subprocess.run(
-        ["launch/pack_slurm.sh", *arguments],
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "LOGS": str(tmp_path / "logs"),
-            "LOG": str(tmp_path / "log"),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
+    own |= {"LOGS": str(tmp_path / "logs"), "RANKS": "2", "AT_ONCE": "1"}
+    own |= {"SBATCH_ARGS": "--partition=cpu --mem=8G"}
     arguments = ["my config.yaml", "output.key_prefix=it's", "pack.seed=1", "source.name=日\t本"]
-    result = run_script(tmp_path, FAKE_SBATCH, *arguments, RANKS="2", AT_ONCE="1")
-    assert result.returncode == 0, result.stderr
-    assert re.fullmatch(r"submitted: measure \d+, plan \d+, write \d+, verify \d+\n", result.stdout)
+    result, usage = (
+        subprocess.run(
+            ["launch/pack_slurm.sh", *given],
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for given in (arguments, [])
+    )
+    assert usage.returncode == 2
+    assert result.stdout == "submitted: measure 1, plan 2, write 3, verify 4\n", result.stderr
 
     def call(verb: str, rank: tuple[int, int] | None) -> str:
         engine = "local" if rank is None else "slurm"
@@ -205,20 +195,7 @@ def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
         *(call("write", (rank, 2)) for rank in (0, 1)),
         *(call(verb, None) for verb in ("write", "verify")),
     ]
-    usage = subprocess.run(
-        ["launch/pack_slurm.sh"], capture_output=True, text=True, check=False, cwd=Path.cwd()
-    )
-    assert usage.returncode == 2
-
-
-def test_what_the_script_asks_of_slurm(tmp_path: Path) -> None:
-    """Each job waits for the one before; arrays and others have logs of their own names."""
-    sbatch = '#!/bin/sh\necho "$@" >> "$LOG"\necho "$(wc -l < "$LOG");cluster"\n'
-    result = run_script(
-        tmp_path, sbatch, "a.yaml", RANKS="64", AT_ONCE="8", SBATCH_ARGS="--partition=cpu --mem=8G"
-    )
-    assert result.stdout == "submitted: measure 1, plan 2, write 3, verify 4\n", result.stderr
-    jobs = (tmp_path / "log").read_text().splitlines()
+    jobs = (tmp_path / "log.jobs").read_text().splitlines()
     assert len(jobs) == 4
     for job in jobs:
         assert "--partition=cpu --mem=8G" in job
@@ -226,14 +203,16 @@ def test_what_the_script_asks_of_slurm(tmp_path: Path) -> None:
     waits = [re.findall(r"--dependency=afterok:(\d+) --kill-on-invalid-dep=yes", j) for j in jobs]
     assert waits == [[], ["1"], ["2"], ["3"]]
     arrays = [re.findall(r"--array=(\S+)", job) for job in jobs]
-    assert arrays == [["0-63%8"], [], ["0-63%8"], []]
+    assert arrays == [["0-1%1"], [], ["0-1%1"], []]
     logs = [re.findall(r"--output=\S*/(\S+)", job)[0] for job in jobs]
     assert logs == ["%x-%A_%a.txt", "%x-%j.txt"] * 2
 
 
-#: Runs the command of --wrap as slurm's wrapper does, once for each index of --array.
+#: Notes its arguments, and runs the command of --wrap as slurm's wrapper does, once for each index
+#: of --array.
 FAKE_SBATCH = """#!/usr/bin/env bash
 set -euo pipefail
+echo "$@" >> "$LOG.jobs"
 last=
 for argument in "$@"; do
   case $argument in
@@ -249,5 +228,5 @@ for ((rank = 0; rank <= ${last:--1}; rank++)); do
   SLURM_ARRAY_TASK_ID=$rank SLURM_ARRAY_TASK_COUNT=$((last + 1)) SLURM_ARRAY_TASK_MIN=0 \\
     SLURM_ARRAY_TASK_MAX=$last SLURM_ARRAY_TASK_STEP=1 sh -c "$command" >&2
 done
-echo $$
+echo "$(wc -l < "$LOG.jobs");cluster"
 """

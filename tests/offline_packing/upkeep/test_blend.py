@@ -15,7 +15,7 @@ from megatron.energon import WorkerConfig, get_loader
 
 import offline_packing
 from offline_packing.config.packing import parse_config
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.index.table import part_name
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
@@ -163,8 +163,8 @@ def test_stages_of_one_index_share_what_both_chose(
         assert f"{other}: {count} of {count} samples are also in {tmp_path / one}" in caplog.text
 
 
-def test_how_much_is_done(captions: Path, tmp_path: Path) -> None:
-    run = make_run(captions, tmp_path / "out")
+def test_how_much_is_done(tmp_path: Path) -> None:
+    run = make_run(captioning_pairs(tmp_path / "data"), tmp_path / "out")
     assert status(run) == "measure   not begun\nplan      not done\n"
     tokens = f"{measure(run).info.num_tokens:,}"
     assert f"measure   done: 40 samples, {tokens} tokens; set aside: none" in status(run)
@@ -214,14 +214,5 @@ def test_a_dict_a_file_and_a_configuration_give_the_same(tmp_path: Path) -> None
     from_file = offline_packing.pack(file, f"output.path={tmp_path / 'from_file'}")
     assert from_file.manifest == packed.manifest
     assert offline_packing.pack(parse_config(content)).manifest == packed.manifest  # as it is
-
-
-def test_what_goes_wrong_raises(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pack"):
-        offline_packing.pack({"pack": {"sequence_length": 1}})
-    source = {"format": "pairs", "path": str(tmp_path), "task": "captioning"}
-    content = {"source": source, "output": {"path": str(tmp_path.parent / "out")}}
-    with pytest.raises(StageError, match=str(tmp_path)):
-        offline_packing.pack(content)
     with pytest.raises(TypeError, match="overrides"):
         offline_packing.pack(content, "pack.seed=1")

@@ -23,7 +23,6 @@ import offline_packing
 from offline_packing.engines.slurm_array import SlurmEngine
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
-from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.manifest import require_manifest
@@ -31,8 +30,7 @@ from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
 from offline_packing.storage import receipts
 from offline_packing.storage.files import hash_file, seal, to_json
-from offline_packing.storage.receipts import receipt_path, started_path
-from offline_packing.upkeep.status import status
+from offline_packing.storage.receipts import receipt_path
 from offline_packing.verify import verdict
 from offline_packing.verify.damage import find_damage
 from offline_packing.verify.shard import VerifyResult
@@ -58,11 +56,7 @@ from tests.helpers.outputs import files_of, flip_byte, repair
 from tests.world import World, copy_of
 from tools.kill_test import kill_after, start
 
-#: Damage that verify need not notice, and why.
-UNCHECKED = {
-    r"_packing/lock": "empty; holds the lock of a run",
-    r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
-}
+#: An empty file that holds the lock, and pages for people, which `report` makes anew.
 UNRECORDED = ("lock", "report.html", "report.json")
 MEDIA = ("copy", "refer")
 DAMAGES, KILLS = 100, 60
@@ -80,14 +74,6 @@ def flip(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def make_folder(path: Path) -> None:
-    path.unlink()
-    (path / "inner").mkdir(parents=True)
-
-
-EDITS: tuple[Edit, ...] = (flip, make_folder)
 
 
 def pack(folder: Path, media: str = "copy") -> Run:
@@ -116,33 +102,22 @@ def content(root: Path) -> dict[str, str]:
     return hashes
 
 
-@pytest.mark.parametrize(("media", "edit"), [*(("copy", edit) for edit in EDITS), ("refer", flip)])
-def test_every_file_is_checked(media: str, edit: Edit, world: World, tmp_path: Path) -> None:
-    output = {"media": media, "split": {"train": 0.7, "val": 0.3}}
+def test_every_file_is_checked(world: World, tmp_path: Path) -> None:
+    output = {"media": "refer", "split": {"train": 0.7, "val": 0.3}}
     run = copy_of(world.run("captioning", output=output), tmp_path / "out")
-    report(run)
-    root, unnoticed, used = run.workspace.root, [], set()
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    assert len(files) > 20
+    root = run.workspace.root
+    names = [name for name in content(root) if Path(name).name not in UNRECORDED]
+    assert len(names) > 20
     assert verify(run).problems == []
-    for path in files:
-        name = str(path.relative_to(root))
-        reason = next((pattern for pattern in UNCHECKED if re.fullmatch(pattern, name)), None)
-        used.add(reason)
-        if reason is None:
-            before = path.read_bytes()
-            edit(path)
-            try:
-                found = "\n".join(verify(run).problems)
-            except StageError as error:
-                found = str(error)
-            if name not in found and str(path) not in found:
-                unnoticed.append((name, found))
-            if edit is make_folder:
-                shutil.rmtree(path)
-            path.write_bytes(before)
-    assert unnoticed == []
-    assert used - {None} == set(UNCHECKED) - {r"_packing/lock"}
+    for path in (root / name for name in names):
+        before = path.read_bytes()
+        flip(path)
+        try:
+            found = "\n".join(verify(run).problems)
+        except StageError as error:
+            found = str(error)
+        assert str(path.relative_to(root)) in found, (path, found)
+        path.write_bytes(before)
     assert verify(run).problems == []
 
 
@@ -183,18 +158,29 @@ def test_no_source_is_needed(packed: Run, tmp_path: Path) -> None:
         verify(copy)
 
 
-def test_index_of_another_source_is_not_taken(tmp_path: Path) -> None:
-    """Measured again it is another one: index and plan stay what they were."""
+def test_a_source_that_changed(tmp_path: Path) -> None:
+    """Times alone do not count. Other bytes do: the file is named, index and shards stay as they
+    were, and so do the damaged ones."""
     run = pack(tmp_path)
-    record = next((tmp_path / "data").rglob("0*.json"))
-    record.write_bytes(record.read_bytes().replace(b" ", b"_"))  # other tokens, the same size
-    flip(run.workspace.index / "part-00000.parquet")
-    before = content(run.workspace.root)
-    with pytest.raises(StageError, match=rf"as recorded: .* modification time .*{record.name}"):
-        repair(run)
-    after = content(run.workspace.root)
-    after.pop("_packing/damaged/found.json")
-    assert after == before
+    damaged = (run.workspace.index / "part-00000.parquet", run.workspace.root / "train-000001.tar")
+    for path in (tmp_path / "data").rglob("*.*"):
+        os.utime(path)
+    flip(damaged[1])
+    repair(run)
+    assert verify(run, deep=True).ok
+    for path in (tmp_path / "data").rglob("*.json"):
+        path.write_bytes(path.read_bytes().replace(b"red", b"der"))
+    for path in damaged:
+        flip(path)
+        before = content(run.workspace.root)
+        with pytest.raises(StageError, match=r"as recorded: .* modification time .*\.json"):
+            repair(run)
+        after = content(run.workspace.root)
+        after.pop("_packing/damaged/found.json")
+        assert after == before
+        assert is_repairing(run.workspace)
+        flip(path)
+        shutil.rmtree(run.workspace.damaged)
 
 
 def test_a_damaged_plan_is_named(packed: Run) -> None:
@@ -293,75 +279,20 @@ def test_kill(seed: int, tmp_path: Path) -> None:
     assert verify(run).ok
 
 
-def test_half_written_files_go_with_the_repair(packed: Run) -> None:
-    """Killed after the last file came back, beside the half of another."""
-    expected = content(packed.workspace.root)
-    loader = packed.workspace.nv_meta / "sample_loader.py"
-    whole = loader.read_bytes()
-    flip(loader)
-    discard(packed)
-    loader.write_bytes(whole)
-    loader.with_name(f"{loader.name}.0123456789ab.tmp").write_bytes(whole[:99])
-    pack_all(packed)
-    assert content(packed.workspace.root) == expected
-
-
-def test_folders_in_place_of_files_are_moved(packed: Run) -> None:
-    """Each alone, and then all at once."""
-    root, expected = packed.workspace.root, content(packed.workspace.root)
-    paths = [root / name for name in expected if Path(name).name not in UNRECORDED]
-    for some in (*([path] for path in paths[::4]), paths):
-        for path in some:
-            make_folder(path)
-        discard(packed)
-        pack_all(packed)
-        assert content(root) == expected, some
-
-
-def test_flipped_bit_in_an_index_part_costs_that_part_only(packed: Run) -> None:
+def test_a_flipped_bit_in_an_index_part_costs_that_part_only(packed: Run) -> None:
+    """Half of a file that a kill left beside it goes with the repair."""
     workspace, expected = packed.workspace, content(packed.workspace.root)
     part = workspace.index / "part-00001.parquet"
     others = [path for path in workspace.root.rglob("*") if path.is_file() and path != part]
     inodes = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in others}
     flip(part)
     assert discard(packed).startswith("1 files moved to")
+    loader = workspace.nv_meta / "sample_loader.py"
+    loader.with_name(f"{loader.name}.0123456789ab.tmp").write_bytes(b"half")
     pack_all(packed)
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in inodes} == inodes
     assert not workspace.damaged.exists()
     assert content(workspace.root) == expected
-
-
-def test_shard_of_a_source_that_changed(tmp_path: Path) -> None:
-    """Times alone do not count; other bytes do, and the file is named."""
-    run = pack(tmp_path)
-    tar = run.workspace.root / "train-000001.tar"
-    for path in (tmp_path / "data").rglob("*.*"):
-        os.utime(path)
-    flip(tar)
-    repair(run)
-    assert verify(run, deep=True).ok
-    for path in (tmp_path / "data").rglob("*.json"):
-        path.write_bytes(path.read_bytes().replace(b"red", b"der"))
-    flip(tar)
-    damaged = tar.read_bytes()
-    with pytest.raises(StageError, match=r"as recorded: .* of another modification time .*\.json"):
-        repair(run)
-    assert tar.read_bytes() == damaged
-    assert is_repairing(run.workspace)
-
-
-def test_an_index_that_was_only_started_and_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
-    run = make_run(captioning_pairs(tmp_path / "data", 4), tmp_path / "out")
-    run.workspace.index.mkdir(parents=True)
-    started_path(run.workspace.packing, "measure").write_text("{}")
-    with pytest.raises(DamagedError, match=r"measure\.started\.json is damaged"):
-        measure(run)
-    assert "_packing/measure.started.json" in discard(run)
-    assert measure(run).info.num_samples == 4
-    (run.workspace.packing / "lock").unlink(missing_ok=True)
-    (run.workspace.packing / "lock").mkdir()
-    with pytest.raises(StageError, match=r"lock is a folder; remove it"), run.workspace.lock():
-        pass
 
 
 def test_verify_discard_goes_alone(
@@ -376,8 +307,10 @@ def test_verify_discard_goes_alone(
     for other in ("--deep", "engine.name=slurm"):
         with pytest.raises(ConfigError, match="verify --discard works alone"):
             invoke("verify", "--discard", config, other)
-    with packed.workspace.lock(), pytest.raises(StageError, match="another run is working on"):
-        invoke("verify", "--discard", config)
+    with packed.workspace.lock():
+        assert "plan      done" in invoke("status", config).output  # may look on
+        with pytest.raises(StageError, match="another run is working on output"):
+            invoke("verify", "--discard", config)
     assert "1 files moved to" in invoke("verify", "--discard", config).output
     assert "problems        0" in invoke("run", config).output
 
@@ -472,19 +405,15 @@ def test_verify_counts_hashes_and_draws(packed: Run, tmp_path: Path) -> None:
     assert any("train-000000.tar" in one for one in problems)  # the bit is in the other
 
 
-@pytest.mark.parametrize("media", MEDIA)
-def test_samples_drawn_at_random(media: str, world: World) -> None:
-    output = {"media": media, "split": {"train": 0.6, "val": 0.4}}
+def test_samples_drawn_at_random(world: World) -> None:
+    output = {"media": "refer", "split": {"train": 0.6, "val": 0.4}}
     run = world.run("captioning", output=output, pack={"seq_length": 256})
-    packs = sum(require_manifest(run.workspace.root).counts.packs.values())
     some = verify(run, drawn=Drawn(12), deep=True)
     assert some.problems == []
     assert 12 <= some.num_samples == some.num_images < 40
-    assert some.num_packs < packs
-    assert verify(run, drawn=Drawn(12)).num_samples == some.num_samples
-    assert verify(run, drawn=Drawn(0.999)).num_packs == packs
-    seeds = {tuple(Drawn(12, seed).packs(open_plan(run).packs)) for seed in range(5)}
-    assert len(seeds) > 1
+    packs = open_plan(run).packs
+    assert verify(run, drawn=Drawn(0.999)).num_packs == packs.num_packs > some.num_packs
+    assert len({tuple(Drawn(12, seed).packs(packs)) for seed in (0, 0, 1, 2)}) > 1
 
 
 def test_a_picture_that_is_damaged_in_the_source_is_named_as_such(tmp_path: Path) -> None:
@@ -527,39 +456,9 @@ def flip_unseen(path: Path) -> None:
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def grow(path: Path) -> None:
-    """Append a byte, and restore the time."""
-    before = path.stat()
-    with path.open("ab") as file:
-        file.write(b"\0")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def replace_by_copy(path: Path) -> None:
-    """The same bytes and times in another file."""
-    shutil.copy2(path, path.with_name("copy"))
-    path.with_name("copy").replace(path)
-
-
-CHANGES: dict[str, Callable[[Path], None]] = {
-    "size": grow,
-    "time": lambda path: os.utime(path, ns=(0, path.stat().st_mtime_ns + 1)),
-    "content": flip_unseen,
-    "inode": replace_by_copy,
-    "lost": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_changed_shard_is_read_again(run: Run, change: Callable[[Path], None]) -> None:
-    assert check(run).ok
-    assert holds(run)
-    change(run.workspace.root / "train-0000/train-000001.tar")
-    assert not holds(run)
-
-
 def test_every_file_that_verify_reads_counts(run: Run) -> None:
-    """All but the files that it does not read, such as those of others."""
+    """By all times and its inode; but not the files that it does not read, such as those of
+    others."""
     report(run)
     check(run)
     root = run.workspace.root
@@ -575,6 +474,8 @@ def test_every_file_that_verify_reads_counts(run: Run) -> None:
         if name in counted:  # its time of change is another one
             assert not holds(run)
             check(run)
+    (root / "train-0000/train-000001.tar").unlink()
+    assert not holds(run)
 
 
 def test_what_else_it_depends_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,46 +497,34 @@ def test_what_else_it_depends_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert not holds(run)
 
 
-NO_VERDICTS: list[Callable[[Any], Any]] = [
-    lambda _: {},
-    lambda found: {**found, "facts": {"deep": True}},
-    lambda found: {**found, "facts": {**found["facts"], "deep": "maybe"}},
-    lambda found: {**found, "facts": {**found["facts"], "time": "yesterday"}},
-    lambda found: {**found, "inputs": []},
-    lambda found: {**found, "facts": {**found["facts"], "result": {"num_packs": "many"}}},
-    lambda found: {**found, "facts": {**found["facts"], "result": {"records": -1}}},
-]
-
-
 def test_what_is_no_verdict_is_damage(run: Run, tmp_path: Path) -> None:
     """It is moved, or written again by the check that does not take it."""
-    config, path = (
-        config_file(tmp_path / "pack.yaml", run.config),
-        receipt_path(run.workspace.packing, "verify"),
-    )
+    config = config_file(tmp_path / "pack.yaml", run.config)
+    path = receipt_path(run.workspace.packing, "verify")
     assert "problems        0" in invoke("run", config).stdout
     whole = json.loads(path.read_bytes())
     del whole["xxh3_128_of_this"]
-    for change in NO_VERDICTS:
-        for content in (change(whole), seal(change(whole))):
+    for changed in ({"facts": {"deep": True}}, {"inputs": []}):
+        for content in ({**whole, **changed}, seal({**whole, **changed})):
             path.write_bytes(to_json(content))
             assert not holds(run)
     spoiled = path.read_bytes()
-    for verb in ("run", "verify", "verify --discard"):
-        for spoil in (lambda: path.write_bytes(spoiled), path.mkdir):
+    for spoil in (lambda: path.write_bytes(spoiled), path.mkdir):
+        for verb in ("run", "verify", "verify --discard"):
             path.unlink(missing_ok=True)
             spoil()
             said = invoke(*verb.split(), config).stdout
             if verb == "verify --discard":
                 assert "verify.json is not what was written" in said
-                assert not path.exists()
                 said = invoke("run", config).stdout
             assert "problems        0" in said
             assert holds(run)
 
 
 def test_deep_and_shallow(tmp_path: Path) -> None:
-    run = packed_run(captioning_pairs(tmp_path / "data", 16), tmp_path / "out", **SECTIONS)
+    """Shallow verdicts count the source where packs refer to it."""
+    data = captioning_pairs(tmp_path / "data", 16)
+    run = packed_run(data, tmp_path / "out", **SECTIONS)
     check(run)
     assert (holds(run), holds(run, deep=True)) == (True, False)
     found = check(run, deep=True)
@@ -645,19 +534,11 @@ def test_deep_and_shallow(tmp_path: Path) -> None:
     assert known.result == found
     assert check(run).ok  # which does not replace it
     assert known_verdict(run, deep=True) == known
-    os.utime(Path(run.config.source[0].path) / "part0/000000.png")  # shallow ones do not read it
-    assert (holds(run), holds(run, deep=True)) == (True, False)
-    assert check(run, deep=True).ok
-    assert holds(run, deep=True)
-
-
-def test_media_that_packs_refer_to_count(tmp_path: Path) -> None:
-    root = captioning_pairs(tmp_path / "data", 8)
-    run = packed_run(root, tmp_path / "out", output={"media": "refer"})
-    check(run)
-    assert holds(run)
-    os.utime(root / "part0/000000.png")
-    assert not holds(run)
+    refers = packed_run(data, tmp_path / "refers", output={"media": "refer"})
+    check(refers)
+    assert holds(refers)
+    os.utime(data / "part0/000000.png")
+    assert (holds(run), holds(run, deep=True), holds(refers)) == (True, False, False)
 
 
 def test_checks_of_a_part_record_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -724,16 +605,13 @@ def test_an_output_that_is_read_only(
 def test_damage_that_no_time_shows(run: Run, tmp_path: Path, command: Command) -> None:
     """A byte that the disk changed: `run` cannot know, `verify` finds it, and then `run` knows."""
     config = config_file(tmp_path / "pack.yaml", run.config)
-    first = invoke("run", config).stdout
-    assert "problems        0" in first
+    assert "problems        0" in invoke("run", config).stdout
     again = invoke("run", config).stdout
     assert LINE.search(again)
     assert "problems" not in again
     assert LINE.search(invoke("run", config, "--dry-run").stdout)
     assert "problems" in invoke("run", config, "--deep").stdout
-    assert "UTC (deep), nothing changed" in invoke("run", config).stdout
     assert "UTC (deep), nothing changed" in invoke("run", "--deep", config).stdout
-    assert "complete: 16 samples" in status(run)
     path = run.workspace.root / "train-0000/train-000001.tar"
     true_stamp = verdict.file_stamps(path.parent)[path.name]
     flip_unseen(path)
@@ -750,19 +628,13 @@ def test_damage_that_no_time_shows(run: Run, tmp_path: Path, command: Command) -
         assert not receipt_path(run.workspace.packing, "verify").exists()
         code, out, error = command("run", config)
         assert (code, "its hash differs" in out) == (1, True), error
-    with pytest.raises(StageError, match="1 problems; 1 of damaged files"):
+    with pytest.raises(StageError, match=f"1 problems; 1 of damaged files: {REMEDY}$"):
         invoke("run", config)
     assert path.name in repair(run)
-    assert "problems        0" in invoke("run", config).stdout
-    assert LINE.search(invoke("run", config).stdout)
-
-
-def test_discard_removes_it(run: Run) -> None:
-    """A repair that fails puts the damaged file back, perhaps with its times."""
     check(run)
     assert discard(run) == "nothing is damaged"
     assert holds(run)
-    flip_unseen(run.workspace.root / "train-0000/train-000001.tar")
+    flip_unseen(path)  # a repair that fails puts it back, perhaps with its times
     discard(run)
     assert not receipt_path(run.workspace.packing, "verify").exists()
 
