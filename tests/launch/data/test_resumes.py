@@ -25,6 +25,7 @@ from task_encoders.loading.schedule import ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.packed_runs import SEQ_LENGTH, WHOLE_VOCABULARY, make_config
+from tests.helpers.prepared_folders import blend_of
 
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -41,6 +42,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def packed(kind: str, root: Path, folder: Path, request: pytest.FixtureRequest) -> str:
+    if kind == "blend":  # of two tasks, which no variable names
+        request.getfixturevalue("monkeypatch").delenv("OFFLINE_PACKING_BMR")
+        parts = [folder, request.getfixturevalue("captions")]
+        return str(blend_of(root / "blend.yaml", parts, epochs=1))
     if kind == "remote":
         store: ObjectStore = request.getfixturevalue("object_store")
         bucket: str = request.getfixturevalue("bucket")
@@ -80,7 +85,7 @@ def running(
 @pytest.mark.parametrize(
     ("kind", "order"),
     [
-        *((kind, "written") for kind in ["tars", *KINDS, "remote"]),
+        *((kind, "written") for kind in ["tars", *KINDS, "remote", "blend"]),
         *((kind, "balanced") for kind in ("tars", "equal_cost")),
     ],
 )
