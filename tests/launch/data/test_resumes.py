@@ -1,5 +1,5 @@
 """Runs that are killed and go on, on other ranks and loader processes, in every order of the packs:
-each pack comes once per epoch, but for those that a schedule names twice; and packs dealt by cost.
+each pack comes once per epoch, but for those that a schedule names twice.
 
 A leg trains some steps, saves a state, trains on and is killed; the next goes on from the state.
 """
@@ -19,7 +19,6 @@ from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
-from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -118,22 +117,6 @@ def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> N
             if len(counts) == total and len(set(counts.values())) == 1 < counts[seen[0]]:
                 return
     raise AssertionError(f"packs do not come equally often: {counts}")
-
-
-def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:
-    config = DataConfig(
-        path=str(folder), order="balanced", micro_batch_size=2, num_workers=0, repeat=False
-    )
-    encoder = build_task_encoder(config, read_packed_data(folder))
-    packs = PackedFolder(folder)
-    by_key = dict(zip((pack.key for pack in packs), pack_costs(packs)[1], strict=True))
-    rows = [list(build_loader(config, encoder, rank=rank, num_ranks=3)) for rank in range(3)]
-    assert len(rows[0]) == len(rows[1]) == len(rows[2]) == -(-len(by_key) // 6)
-    given = collections.Counter(key for own in rows for row in own for key in row.__key__)
-    assert given == dict.fromkeys(by_key, 1)
-    cost = [[sum(by_key[key] for key in row.__key__) for row in own] for own in rows]
-    full = [step for step in zip(*cost, strict=True) if min(step) > 0.8 * max(step)]
-    assert len(full) >= len(rows[0]) - 1  # one step may share what did not divide
 
 
 @pytest.mark.parametrize("order", ["balanced", "written"])
