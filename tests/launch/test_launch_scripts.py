@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import Qwen3VLForConditionalGeneration
@@ -22,7 +21,6 @@ from launch.config import load_config
 from launch.loop.metrics import read_metrics
 from launch.loop.setup import run
 from launch.start import lonely_nodes, main
-from launch.train import cli
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.formats import write_file
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
@@ -99,8 +97,7 @@ def test_an_unknown_stage_is_refused() -> None:
     options: Any = {"env": environment(STAGE="3"), "capture_output": True, "text": True}
     script = ["bash", str(LAUNCH / "pretrain_qwen2_vl.sh")]
     ran = subprocess.run(script, check=False, **options)
-    assert ran.stderr == "STAGE=3 is not known; set it to 1 or 1.5\n"
-    assert ran.returncode == 2
+    assert (ran.returncode, ran.stderr) == (2, "STAGE=3 is not known; set it to 1 or 1.5\n")
 
 
 def start(script: str, *overrides: str, cwd: Path, **own: str) -> subprocess.Popen[str]:
@@ -263,14 +260,8 @@ def test_packs_without_a_val_split(
     started: list[str] = []
     monkeypatch.setattr(torchrun, "main", started.extend)
     assert main(arguments) == 0
-    given = started[started.index("launch.train") + 1 :]
     assert f"validation is off: {packed} has no packs in its val" in caplog.text
-    for name, own, times in (("a", given, 0), ("b", arguments[2:], 1)):
-        caplog.clear()
-        small = (*SMALL[:-1], "checkpoint={every: 0, export: false}")
-        result = CliRunner().invoke(cli, [*own, f"output.path={tmp_path / name}", *small])
-        assert result.exit_code == 0, result.output
-        assert caplog.text.count("validation is off") == times
+    assert "validation={}" in started
 
 
 @pytest.mark.usefixtures("bmr")

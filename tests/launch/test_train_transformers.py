@@ -4,6 +4,7 @@ and resumed, on several ranks; where it can go wrong, and what it refuses."""
 import json
 import runpy
 import shutil
+import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_steps_are_those_of_the_samples_alone(
     [
         ("SIGTERM", "_step", 3, 3),
         ("SIGKILL", "_step", 10, 9),
-        ("SIGTERM", "_validate", 1, 5),
+        ("SIGINT", "_validate", 1, 5),
         ("full disk", "_save", 2, 4),
     ],
 )
@@ -116,44 +117,51 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     train(arguments)
     assert_equal_runs(undisturbed("qwen2_vl", *options), output, steps=12)
     assert not list(checkpoints.glob("*.tmp"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "fsdp"),
+    ("family", "fsdp"),
     [
-        ("qwen2_vl", 2, True),
-        *(pytest.param(one, 2, False, marks=pytest.mark.exhaustive) for one in FAMILIES),
+        ("qwen2_vl", "true"),
+        *(pytest.param(one, "false", marks=pytest.mark.exhaustive) for one in FAMILIES),
     ],
 )
 def test_ranks_change_no_loss(
-    family: str, ranks: int, fsdp: bool, case: Case, undisturbed: Any, tmp_path: Path
+    family: str, fsdp: str, case: Case, undisturbed: Any, tmp_path: Path
 ) -> None:
     """They train alike although some ranks lack images in a step, and validate fewer rows."""
     options = ["validation.every=3", "train.iterations=8", "schedule.learning_rate=1e-4"]
     options.append("batch.global_batch_packs=4")
     one = undisturbed(family, *options)
-    options.append(f"model.fsdp={str(fsdp).lower()}")
+    options.append(f"model.fsdp={fsdp}")
     arguments = command(case(family), tmp_path / "several", *options, family=family)
-    assert run_ranks(ranks, tmp_path / "ranks", run_here, arguments) == [0] * ranks
+    assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
     assert losses(tmp_path / "several") == pytest.approx(losses(one), abs=1e-5)
     assert largest_difference(weights(one), weights(tmp_path / "several")) < 1e-4
 
 
 @pytest.mark.exhaustive
-def test_a_sharded_run_is_resumed(case: Case, tmp_path: Path) -> None:
-    """A resumed run is equal to the last bit; on other ranks, to rounding."""
-    arguments = partial(command, case("qwen2_vl"))
-    sharded = ["model.fsdp=true", "schedule.decay=constant", "schedule.warmup=0"]
-    sharded.append("batch.global_batch_packs=4")
-    run_ranks(2, tmp_path / "a", run_here, arguments(tmp_path / "whole", *sharded))
+@pytest.mark.parametrize(("family", "own"), [("qwen2_vl", []), ("qwen3_5", ["model.lora={}"])])
+def test_a_sharded_run_is_resumed(family: str, own: list[str], case: Case, tmp_path: Path) -> None:
+    """It trains as one rank; stopped and resumed, as if nothing had happened; and on other ranks to
+    rounding."""
+    arguments = partial(command, case(family), family=family)
+    own += ["schedule={learning_rate: 1e-4, decay: constant, warmup: 0}"]
+    own += ["batch.global_batch_packs=4"]
+    sharded = [*own, "model.fsdp=true"]
+    train(arguments(tmp_path / "one", *own))
+    run_ranks(2, tmp_path / "a", run_here, arguments(tmp_path / "two", *sharded))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-4
     stopped = arguments(tmp_path / "stopped", *sharded)
     assert run_ranks(2, tmp_path / "b", stop_here, stopped) == [143, 143]
     run_ranks(2, tmp_path / "c", run_here, stopped)
-    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
+    assert_equal_runs(tmp_path / "two", tmp_path / "stopped")
     moved = arguments(tmp_path / "moved", *sharded)
     run_ranks(4, tmp_path / "d", run_here, [*moved, "train.iterations=4"])
     run_ranks(2, tmp_path / "e", _run_accepting, moved)
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "two"), abs=1e-4)
 
 
 def _run_accepting(arguments: list[str]) -> int:
@@ -238,16 +246,11 @@ def test_a_long_sample_must_not_change_the_others(case: Case, tmp_path: Path) ->
     shutil.copytree(case("internvl3"), folder)
     path = folder / "model/config.json"
     config = json.loads(path.read_text())
-    config["text_config"] |= {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
-        "max_position_embeddings": 64,
-    }
+    angles = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
+    config["text_config"] |= {"rope_parameters": angles, "max_position_embeddings": 64}
     path.write_text(json.dumps(config))
     output = train(command(folder, tmp_path / "run", family="internvl3"), 1)
     assert "> max_position_embeddings 64 of a model with rope_type 'dynamic': a" in output
-    config["text_config"]["max_position_embeddings"] = 32768
-    path.write_text(json.dumps(config))
-    train(command(folder, tmp_path / "run", "train.iterations=1", family="internvl3"))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava_1_5"])
@@ -346,22 +349,3 @@ def test_a_stopped_run_of_adapters_goes_on(case: Case, undisturbed: Any, tmp_pat
     assert_equal_runs(whole, tmp_path / "stopped")
     ours, theirs = adapters(whole), adapters(tmp_path / "stopped")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.exhaustive
-def test_sharded_adapters(case: Case, tmp_path: Path) -> None:
-    """On two ranks as on one; stopped there, they go on to the last bit."""
-    make = partial(command, case("qwen3_5"), family="qwen3_5")
-    options = ["model.lora={}", "schedule.learning_rate=1e-4"]
-    train(make(tmp_path / "one", *options))
-    sharded = make(tmp_path / "two", *options, "model.fsdp=true")
-    assert run_ranks(2, tmp_path / "ranks", run_here, sharded) == [0, 0]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-    ours, theirs = adapters(tmp_path / "one"), adapters(tmp_path / "two")
-    assert ours.keys() == theirs.keys()
-    assert largest_difference(ours, theirs) < 1e-5
-    assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-5
-    stopped = make(tmp_path / "stopped", *options, "model.fsdp=true")
-    assert run_ranks(2, tmp_path / "a", stop_here, stopped) == [143, 143]
-    assert run_ranks(2, tmp_path / "b", run_here, stopped) == [0, 0]
-    assert_equal_runs(tmp_path / "two", tmp_path / "stopped")

@@ -1,5 +1,5 @@
-"""Data as a run reads them: micro batches and their state at every step, packs as token ids, and
-samples that are packed while it trains."""
+"""Data as a run reads them: packs without a usable sample, and samples that are packed while it
+trains."""
 
 import itertools
 import json
@@ -8,55 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from launch.config import DataConfig
-from launch.data.loader_state import load_state
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
-from launch.loop.setup import build_trainer
-from launch.trainers.shared import open_as_measured
 from offline_packing.errors import StageError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
-from tests.helpers.packed_runs import WHOLE_VOCABULARY, losses, make_config, make_trainer
+from task_encoders.settings import BMR, PACKED, VQA, PackingSettings
+from tests.helpers.packed_runs import losses, make_config, make_trainer
 from tests.helpers.prepared_folders import (
     CRUDE_YAML,
     DATASET_YAML,
     crude_folder,
     folder_of,
-    text_folder,
     write_folder,
 )
-from tests.world import World
-
-NUM_PACKS = 7
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-def test_a_state_of_any_step_gives_the_rest(repeat: bool, tmp_path: Path) -> None:
-    """Across the end of an epoch, and read without running code."""
-    folder = text_folder(tmp_path / "packs", NUM_PACKS)
-    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
-    config = DataConfig(path=str(folder), num_workers=0, repeat=repeat)
-
-    def next_keys(batches: MicroBatches) -> list[str] | None:
-        row = batches.next()
-        return None if row is None else row.__key__
-
-    whole = MicroBatches(config, encoder, initialize_parallel())
-    states, seen = [], []
-    for _ in range(NUM_PACKS + 3):
-        torch.save(whole.state(), tmp_path / "state.pt")
-        states.append(load_state(tmp_path / "state.pt"))
-        seen.append(next_keys(whole))
-    assert (seen[NUM_PACKS:] == seen[:3]) if repeat else (seen[NUM_PACKS:] == [None] * 3)
-    for step, state in enumerate(states):
-        restored = MicroBatches(config, encoder, initialize_parallel())
-        restored.restore(state)
-        assert [next_keys(restored) for _ in seen[step:]] == seen[step:], step
 
 
 def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
@@ -82,23 +50,6 @@ def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
         list(iter(batches.next, None))
 
 
-@pytest.fixture
-def packed(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (PACKED, BMR):
-        monkeypatch.setenv(name, "1")
-    return world.packed("bmr")
-
-
-def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a model is read."""
-    for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
-        monkeypatch.delenv(variable)
-        with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
-            open_as_measured(packed, "PackedTrainer")
-
-
 NUM_SAMPLES = 40
 ONLINE: dict[str, Any] = {"seq_length": 512, "buffer": 16, "model": {"max_pixels": 28 * 28 * 64}}
 
@@ -115,16 +66,23 @@ def crude(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_steps_of_an_epoch_are_estimated(crude: Path, tmp_path: Path) -> None:
+    """And the seed of a run decides its packs."""
     sections: dict[str, Any] = {"data": {"online": ONLINE, "repeat": False}}
     config = make_config(crude, tmp_path, train={"iterations": None}, **sections)
     data = read_data(config.data)
     encoder = build_task_encoder(config.data, data)
-    batches = MicroBatches(config.data, encoder, initialize_parallel())
-    rows = list(iter(batches.next, None))
-    batches.close()
-    keys = sorted(itertools.chain(*(row.sub_sample_keys for row in rows)))
-    assert keys == [f"{number:05d}" for number in range(NUM_SAMPLES)]
-    assert abs(data.num_packs - len(rows)) <= 1
+
+    def packs_of(seed: int) -> list[list[str]]:
+        batches = MicroBatches(config.data, encoder, initialize_parallel(), seed=seed)
+        rows = [row.sub_sample_keys for row in iter(batches.next, None) if row is not None]
+        batches.close()
+        return rows
+
+    packs, other = packs_of(0), packs_of(7)
+    for rows in (packs, other):
+        assert sorted(itertools.chain(*rows)) == [f"{n:05d}" for n in range(NUM_SAMPLES)]
+    assert packs_of(0) == packs != other
+    assert abs(data.num_packs - len(packs)) <= 1
     assert data.num_samples == NUM_SAMPLES
     plan = plan_training(config, [data], 1)
     assert plan.iterations == -(-data.num_packs // plan.stages[0].packs_per_step)
@@ -148,21 +106,6 @@ def test_a_run_trains_and_resumes(crude: Path, tmp_path: Path) -> None:
     whole = train("once", 6)
     assert train("twice", 3) + train("twice", 6) == whole
     assert losses(tmp_path / "twice") == losses(tmp_path / "once")
-
-
-def test_the_seed_of_a_run_decides_the_packs(crude: Path, tmp_path: Path) -> None:
-    packs = []
-    for seed in (0, 0, 7):
-        sections: dict[str, Any] = {
-            "model": WHOLE_VOCABULARY,
-            "data": {"online": ONLINE, "repeat": False},
-            "train": {"seed": seed},
-        }
-        trainer, _ = build_trainer(make_config(crude, tmp_path, **sections), initialize_parallel())
-        packs.append([row.sub_sample_keys for row in iter(trainer.stages[0].train.next, None)])
-    assert packs[0] == packs[1]
-    assert sorted(itertools.chain(*packs[0])) == sorted(itertools.chain(*packs[2]))
-    assert list(itertools.chain(*packs[0])) != list(itertools.chain(*packs[2]))
 
 
 def test_data_that_cannot_be_packed_are_refused(crude: Path, tmp_path: Path) -> None:

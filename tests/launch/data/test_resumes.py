@@ -1,5 +1,5 @@
 """Runs that are killed and go on, on other ranks and loader processes, in every order of the packs:
-each pack comes once per epoch, but for those that a schedule names twice; and packs dealt by cost.
+each pack comes once per epoch, but for those that a schedule names twice.
 
 A leg trains some steps, saves a state, trains on and is killed; the next goes on from the state.
 """
@@ -19,12 +19,12 @@ from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
-from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.packed_runs import SEQ_LENGTH, WHOLE_VOCABULARY, make_config
+from tests.helpers.prepared_folders import blend_of
 
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -41,6 +41,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def packed(kind: str, root: Path, folder: Path, request: pytest.FixtureRequest) -> str:
+    if kind == "blend":  # of two tasks, which no variable names
+        request.getfixturevalue("monkeypatch").delenv("OFFLINE_PACKING_BMR")
+        parts = [folder, request.getfixturevalue("captions")]
+        return str(blend_of(root / "blend.yaml", parts, epochs=1))
     if kind == "remote":
         store: ObjectStore = request.getfixturevalue("object_store")
         bucket: str = request.getfixturevalue("bucket")
@@ -80,7 +84,7 @@ def running(
 @pytest.mark.parametrize(
     ("kind", "order"),
     [
-        *((kind, "written") for kind in ["tars", *KINDS, "remote"]),
+        *((kind, "written") for kind in ["tars", *KINDS, "remote", "blend"]),
         *((kind, "balanced") for kind in ("tars", "equal_cost")),
     ],
 )
@@ -113,22 +117,6 @@ def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> N
             if len(counts) == total and len(set(counts.values())) == 1 < counts[seen[0]]:
                 return
     raise AssertionError(f"packs do not come equally often: {counts}")
-
-
-def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:
-    config = DataConfig(
-        path=str(folder), order="balanced", micro_batch_size=2, num_workers=0, repeat=False
-    )
-    encoder = build_task_encoder(config, read_packed_data(folder))
-    packs = PackedFolder(folder)
-    by_key = dict(zip((pack.key for pack in packs), pack_costs(packs)[1], strict=True))
-    rows = [list(build_loader(config, encoder, rank=rank, num_ranks=3)) for rank in range(3)]
-    assert len(rows[0]) == len(rows[1]) == len(rows[2]) == -(-len(by_key) // 6)
-    given = collections.Counter(key for own in rows for row in own for key in row.__key__)
-    assert given == dict.fromkeys(by_key, 1)
-    cost = [[sum(by_key[key] for key in row.__key__) for row in own] for own in rows]
-    full = [step for step in zip(*cost, strict=True) if min(step) > 0.8 * max(step)]
-    assert len(full) >= len(rows[0]) - 1  # one step may share what did not divide
 
 
 @pytest.mark.parametrize("order", ["balanced", "written"])

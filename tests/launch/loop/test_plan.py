@@ -2,27 +2,28 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from torch import distributed
 from transformers import Qwen2VLConfig
 
 from launch.config import DataConfig, LaunchConfig, ScheduleConfig
 from launch.data.micro_batches import build_task_encoder
-from launch.data.packed_data import PackedData, check_validation, read_packed_data
+from launch.data.packed_data import PackedData, check_validation, largest_of, read_packed_data
+from launch.loop import setup
 from launch.loop.plan import DECAYS, StagePlan, TrainPlan, plan_training
-from launch.loop.setup import check_alike, check_ends, check_token_ids
+from launch.loop.setup import check_ends, check_token_ids
 from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.prepared_folders import blend_of
-from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import Case
 from tests.world import World
 
@@ -57,16 +58,6 @@ def with_manifest(of: Path, folder: Path, change: Callable[[Any], object]) -> Pa
     for path in (of / ".nv-meta", *of.glob("*.tar*")):
         (folder / path.name).symlink_to(path)
     return folder
-
-
-def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
-    manifest = json.loads((captions / "manifest.json").read_bytes())
-    data = read_packed_data(captions)
-    assert data.num_packs == manifest["counts"]["packs"]["train"]
-    assert manifest["counts"]["packs"]["val"] > 0
-    assert data.num_samples < manifest["counts"]["packed"]
-    assert data.samples_per_pack == data.num_samples / data.num_packs
-    assert data.seq_length == SEQ_LENGTH
 
 
 def test_the_task_encoder_is_of_the_family_that_is_trained(
@@ -127,42 +118,39 @@ def test_data_that_cannot_be_read_are_named(
         read_packed_data(path)
 
 
-def test_folders_that_are_not_packs_of_ours_are_named(world: World, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"has no manifest\.json"):
-        read_packed_data(tmp_path)
-    for layout in ("llava_onevision", "llava_onevision2"):
-        with pytest.raises(StageError, match=rf"layout={layout}, which other trainers read"):
-            read_packed_data(world.packed("vqa", output={"layout": layout}))
-
-
-def test_the_batch_keeps_the_samples_of_the_recipe() -> None:
-    # 1,000 packs of 8 samples: 256 samples are 32 packs; an epoch of 8,000 samples is 32 steps
-    plan = plan_of(data_of(1_000, 8_000), 4)
-    assert plan.stages == (StagePlan(32, 32, 8),)  # 31 whole steps, and 8 packs
-    assert plan.iterations == 32
-
-
-@pytest.mark.parametrize(("data_parallel", "packs"), [(1, 26), (8, 24), (16, 32), (64, 64)])
-def test_the_batch_is_shared_out_evenly(data_parallel: int, packs: int) -> None:
-    plan = plan_of(data_of(1_000, 10_000), data_parallel)  # 25.6 packs
-    assert plan.stages[0].packs_per_step == packs
-    assert plan.stages[0].accumulation * data_parallel == packs
+DATA, SMALL = data_of(1_000, 10_000), data_of(100, 1_000)
+SAMPLES, PACKS = "batch: {global_batch_size: 256}", "batch: {global_batch_packs: 10}"
 
 
 @pytest.mark.parametrize(
-    ("train", "steps"), [({"epochs": 2}, 63), ({"epochs": 0.5}, 16), ({"iterations": 7}, 7)]
+    ("num_samples", "ranks", "sections", "expected"),
+    [
+        # 1,000 packs of 8 samples: 256 samples are 32 packs; 31 whole steps, and 8 packs
+        (8_000, 4, SAMPLES, StagePlan(32, 32, 8)),
+        # 25.6 packs
+        (10_000, 1, SAMPLES, StagePlan(39, 26, 26)),
+        (10_000, 8, SAMPLES, StagePlan(42, 24, 3)),
+        (10_000, 16, SAMPLES, StagePlan(32, 32, 2)),
+        (10_000, 64, SAMPLES, StagePlan(16, 64, 1)),
+        (8_000, 1, f"{SAMPLES}, train: {{epochs: 2}}", StagePlan(63, 32, 32)),
+        (8_000, 1, f"{SAMPLES}, train: {{epochs: 0.5}}", StagePlan(16, 32, 32)),
+        (8_000, 1, f"{SAMPLES}, train: {{iterations: 7}}", StagePlan(7, 32, 32)),
+        (8_000, 4, f"{PACKS}, data: {{path: a, micro_batch_size: 2}}", "not a multiple of 8 = 4"),
+    ],
 )
-def test_epochs_and_iterations(train: dict[str, float], steps: int) -> None:
-    assert plan_of(data_of(1_000, 8_000), train=train).iterations == steps
+def test_the_batch_keeps_the_samples_of_the_recipe(
+    num_samples: int, ranks: int, sections: str, expected: Any
+) -> None:
+    """In packs that divide evenly among the ranks."""
+    data, given = data_of(1_000, num_samples), yaml.safe_load(f"{{{sections}}}")
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            plan_of(data, ranks, **given)
+    else:
+        plan = plan_of(data, ranks, **given)
+        assert (plan.stages, plan.iterations) == ((expected,), expected.iterations)
 
 
-def test_packs_that_cannot_be_shared_out_are_refused() -> None:
-    batch = {"global_batch_packs": 10}
-    with pytest.raises(ValueError, match="is not a multiple of 8 = 4 data parallel ranks"):
-        plan_of(data_of(10, 20), 4, batch=batch, data={"path": "x", "micro_batch_size": 2})
-
-
-DATA, SMALL = data_of(1_000, 10_000), data_of(100, 1_000)
 MIXED = replace(DATA, has_mixture=True)
 BLENDED = replace(SMALL, blended=((Path("a"), 90, 0.25), (Path("b"), 10, 0.75)))
 FOR_3, FOR_4 = (replace(DATA, ordered_for=ranks) for ranks in (3, 4))
@@ -204,24 +192,42 @@ def test_what_a_recipe_does_not_get_is_said(
     assert all(text in caplog.text for text in said.split("|"))
 
 
-def test_frozen_language_model_and_packs_without_pictures(captions: Path, tmp_path: Path) -> None:
-    assert read_packed_data(captions).has_media
+def test_what_manifests_say(captions: Path, world: World, tmp_path: Path) -> None:
+    manifest = json.loads((captions / "manifest.json").read_bytes())
+    data = read_packed_data(captions)
+    assert data.num_packs == manifest["counts"]["packs"]["train"]
+    assert manifest["counts"]["packs"]["val"] > 0
+    assert data.num_samples < manifest["counts"]["packed"]
+    assert data.samples_per_pack == data.num_samples / data.num_packs
+    assert (data.seq_length, data.ordered_for, data.has_media) == (SEQ_LENGTH, None, True)
 
-    def without_media(manifest: Any) -> None:
+    def change(manifest: Any) -> None:
+        manifest["config"]["pack"]["order"] = {"num_ranks": 4, "num_workers": 1}
         for shard in manifest["shards"]:
             shard["media"] = "0" * shard["packs"]
 
-    data = read_packed_data(with_manifest(captions, tmp_path, without_media))
+    data = read_packed_data(with_manifest(captions, tmp_path / "changed", change))
+    assert data.ordered_for == 4
     with pytest.raises(ValueError, match=r"freeze=\['language'\]: no pack of .* has images"):
         plan_of(data, model={"freeze": ["language"]})
     plan_of(data, model={"freeze": ["vision"]})
+    with pytest.raises(StageError, match=r"has no manifest\.json"):
+        read_packed_data(tmp_path)
+    for layout in ("llava_onevision", "llava_onevision2"):
+        with pytest.raises(StageError, match=rf"layout={layout}, which other trainers read"):
+            read_packed_data(world.packed("vqa", output={"layout": layout}))
 
 
-def test_what_a_manifest_says_of_order(captions: Path, tmp_path: Path) -> None:
-    order = {"order": {"num_ranks": 4, "num_workers": 1}}
-    other = with_manifest(captions, tmp_path, lambda one: one["config"]["pack"].update(order))
-    assert read_packed_data(captions).ordered_for is None
-    assert read_packed_data(other).ordered_for == 4
+def test_the_largest_of_all_stages() -> None:
+    """By which the model is built; stages must be measured alike."""
+    model = model_options(family="qwen2_vl")
+    data = [replace(SMALL, model=model, seq_length=n, has_media=n > 2) for n in (2, 3, 1)]
+    largest = largest_of("abc", data)
+    assert (largest.seq_length, largest.has_media) == (3, True)
+    assert largest_of("a", data[:1]) is data[0]
+    other = replace(data[1], model=model.model_copy(update={"max_pixels": 12_544}))
+    with pytest.raises(StageError, match=r"data.path: a .* with max_pixels .*, c with 12544"):
+        largest_of("abc", [*data[:2], other])
 
 
 LORA = {"model": {"lora": {}}, "schedule": {"learning_rate": 1e-5}}
@@ -263,25 +269,15 @@ def test_validation_needs_data_of_its_own(
         blend.write_text(f"{content}  val: {{path: {captions}{part}}}\n")
         check_validation(blend)
     assert "packs are in both the train and the val split" in caplog.text
+    assert len(PackedFolder(blend, split="val")) == read_packed_data(captions).num_packs
 
 
-def differences(*seeds_of_ranks: list[int]) -> list[str]:
-    """Return the refusal of ranks with each of some lists of seeds; "" where all are alike."""
-    found = []
-    for seeds in seeds_of_ranks:
-        own = {"train": {"seed": seeds[distributed.get_rank()]}}
-        try:
-            check_alike(LaunchConfig.model_validate({**MINIMAL, **own}))
-            found.append("")
-        except StageError as error:
-            found.append(str(error))
-    return found
-
-
-def test_ranks_started_differently_stop(tmp_path: Path) -> None:
-    for alike, other in run_ranks(2, tmp_path, differences, [3, 3], [3, 4]):
-        assert alike == ""
-        assert other.startswith("train.seed is '3' on rank 0 and '4' on rank 1")
+def test_ranks_started_differently_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LaunchConfig.model_validate(MINIMAL)
+    for other, said in ({}, ""), ({"train.seed": "4"}, "train.seed is '0' on rank 0 and '4' on "):
+        monkeypatch.setattr(setup, "on_all_ranks", lambda own, other=other: [own, own | other])
+        with pytest.raises(StageError, match=said) if said else nullcontext():
+            setup.check_alike(config)
 
 
 def rates(decay: str, warmup: int = 4, upto: int = 20) -> list[float]:

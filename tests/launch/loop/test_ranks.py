@@ -73,13 +73,6 @@ def train(
     return seen.keys, [parameter.detach() for parameter in model.parameters()]
 
 
-def train_here(folder: Path, output: Path) -> list[str]:
-    """The packs of the only rank."""
-    keys, _ = train(folder, output, Layout())
-    shutdown_parallel()
-    return keys
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bmr_folder(tmp_path_factory.mktemp("bmr"), 62, context_parallel=4)
@@ -91,7 +84,9 @@ def alone(
 ) -> tuple[list[str], Path]:
     """Packs and output of a run of one rank."""
     output = tmp_path_factory.mktemp("alone")
-    return train_here(folder, output), output
+    keys, _ = train(folder, output, Layout())
+    shutdown_parallel()
+    return keys, output
 
 
 def packs_of_steps(*keys_of_ranks: list[str]) -> list[list[str]]:
@@ -113,7 +108,8 @@ def validation_losses(output: Path) -> list[float]:
 def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
     layout: Layout, folder: Path, alone: Any, tmp_path: Path
 ) -> None:
-    """Also where one rank goes on with what several that shared rows left."""
+    """Also where fewer ranks go on with what several left: one alone, or those that share a
+    model."""
 
     def run(name: str, output: Path, *fail_at: int) -> list[Any]:
         arguments = folder, output, layout, *fail_at
@@ -145,9 +141,10 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         assert all(map(torch.equal, weights, same))
     for one, other in zip(step_lines(output_alone), step_lines(outputs["whole"]), strict=True):
         assert all(one[name] == other[name] for name in ("packs", "tokens", "sub_samples"))
-    if layout.tensor == 1:
-        keys = train_here(folder, outputs["moved"])
-        assert keys == keys_alone[-len(keys) :]
+    if layout.tensor == 1 or layout.context == 1:
+        fewer = layout._replace(context=1, data=1)
+        ranks = run_ranks(fewer.tensor, tmp_path / "fewer", train, folder, outputs["moved"], fewer)
+        assert all(keys == keys_alone[-len(keys) :] for keys, _ in ranks)
         assert losses(outputs["moved"]) == pytest.approx(expected, abs=2e-5)
 
 
@@ -171,59 +168,9 @@ def test_ranks_end_an_epoch_together_and_pass_over_a_damaged_checkpoint(
         assert all(map(torch.equal, weights, same))
 
 
-class Leg(NamedTuple):
-    """One rank's packs; weights and moments of its part before the first step and after the last,
-    from all ranks that share it."""
-
-    keys: list[str]
-    before: dict[str, torch.Tensor]
-    after: dict[str, torch.Tensor]
-
-
-def train_leg(folder: Path, output: Path, last_step: int) -> Leg:
-    sections: dict[str, Any] = {
-        "batch": {"global_batch_packs": PACKS_PER_STEP},
-        "train": {"iterations": last_step},
-        "parallel": {"tensor": 2},
-    }
-    config = make_config(folder, output, **sections)
-    trainer, seen, _ = make_trainer(config, accept=["train.iterations"])
-
-    def parts() -> dict[str, torch.Tensor]:
-        return {
-            f"{kind}.{name}": tensor.full_tensor().clone()
-            for kind, named in trainer._optimizer.state().items()
-            for name, tensor in named.items()
-        }
-
-    trainer.resume()
-    before = parts()
-    assert trainer.run()
-    return Leg(seen.keys, before, parts())
-
-
-def test_tensor_parallel_ranks_go_on_with_their_own_parts(folder: Path, tmp_path: Path) -> None:
-    """Two ranks with the weights and moments of four."""
-    four, two = (
-        run_ranks(ranks, tmp_path / f"ranks_{ranks}", train_leg, folder, tmp_path / "out", step)
-        for ranks, step in ((4, 1), (2, 2))
-    )
-    for rank in range(2):
-        saved, restored = four[2 + rank].after, two[rank].before
-        assert saved.keys() == restored.keys()
-        assert all(torch.equal(saved[name], restored[name]) for name in saved)
-        assert all(saved[name].any() for name in saved if "linear" in name)
-    keys = four[0].keys + four[2].keys + two[0].keys
-    assert len(set(keys)) == len(keys) == 2 * PACKS_PER_STEP
-    assert two[0].keys == two[1].keys
-
-
-def test_what_cannot_be_divided_is_refused(folder: Path) -> None:
+def test_ranks_and_packs_that_cannot_be_divided_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor_parallel 1 × context_parallel 2 does not div"):
         initialize_parallel(1, 2)
-
-
-def test_packs_without_room_are_refused(folder: Path, tmp_path: Path) -> None:
     check_room(folder, 4)  # planned with multiples of 8
     planned = bmr_folder(tmp_path / "plain", 20)
     check_room(planned, 1)

@@ -4,7 +4,7 @@ the last bit, or says why it does not."""
 import logging
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,18 +51,16 @@ def config_of(
 @pytest.fixture(scope="module")
 def whole(
     folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], Whole]:
+) -> Callable[..., Whole]:
     """The whole run, by number of loader processes."""
-    done: dict[int, Whole] = {}
 
+    @cache
     def made(num_workers: int = 0) -> Whole:
-        if num_workers not in done:
-            output = tmp_path_factory.mktemp("whole")
-            (output / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
-            trainer, seen, model = make_trainer(config_of(folder, output, num_workers))
-            assert trainer.run()
-            done[num_workers] = Whole(output, losses(output), seen.keys, [*model.parameters()])
-        return done[num_workers]
+        output = tmp_path_factory.mktemp("whole")
+        (output / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
+        trainer, seen, model = make_trainer(config_of(folder, output, num_workers))
+        assert trainer.run()
+        return Whole(output, losses(output), seen.keys, [*model.parameters()])
 
     return made
 
@@ -110,9 +108,11 @@ def test_a_finished_run_keeps_its_newest_checkpoints_and_does_nothing_more(
     again.resume()
     assert again.run()
     assert seen.keys == []
-    assert len(losses(output)) == STEPS
     names = sorted(path.name for path in (output / "checkpoints").iterdir())
     assert names == ["iter_00000004", "iter_00000006"]
+    with pytest.raises(StageError, match="holds another run"):
+        run(config_of(folder, output, checkpoint={"resume": False}))
+    assert len(losses(output)) == STEPS
 
 
 def flip_bit(path: Path) -> None:
@@ -121,24 +121,13 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def into_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def holding(content: bytes) -> Damage:
+    return lambda path: path.write_bytes(content)
 
 
-def holding(content: str | bytes) -> Damage:
-    return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def changed(*, without: str = "", **fields: Any) -> Damage:
+def changed(**fields: Any) -> Damage:
     """Sealed, as whoever does not know the fields would write it."""
-
-    def change(path: Path) -> None:
-        content = {**read_json(path), **fields}
-        content.pop(without, None)
-        path.write_bytes(to_json(seal(content)))
-
-    return change
+    return lambda path: path.write_bytes(to_json(seal({**read_json(path), **fields})))
 
 
 def cut(path: Path) -> None:
@@ -153,16 +142,8 @@ def cut(path: Path) -> None:
         ("rank_00000.pt", flip_bit, "rank_00000.pt is not what was written"),
         ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: No such file or directory"),
         ("state.json", Path.unlink, "state.json is missing"),
-        ("state.json", cut, "state.json is damaged: "),
         ("state.json", flip_bit, "state.json is damaged: "),
-        ("state.json", into_folder, "state.json is damaged: [Errno 21] Is a directory"),
-        ("state.json", holding("{}"), "state.json is damaged: version: Field required"),
-        ("state.json", holding('{"version": 7}'), "state.json is damaged: run: Field required"),
-        ("state.json", changed(without="run"), "state.json is damaged: run: Field required"),
-        ("state.json", changed(files=[]), "state.json is damaged: files: "),
-        ("state.json", changed(run={}), "state.json is damaged: run.data.packs: "),
         ("state.json", changed(begins=[9]), "state.json is damaged: begins (9,) "),
-        ("state.json", changed(version="7"), "state.json is damaged: version: "),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
@@ -170,23 +151,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     damage: Damage,
     named: str,
     folder: Path,
+    whole: Any,
     finished: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """What it should have held is trained, and saved, again."""
     newest = finished / "checkpoints" / "iter_00000006"
     damage(newest / name)
-    with caplog.at_level(logging.INFO, "launch"):
-        assert resumed(folder, finished).iteration == 4
-    own = [record for record in caplog.records if record.name == "launch.loop.checkpoint"]
-    (line,) = [record.getMessage() for record in own]
+    with caplog.at_level(logging.INFO, "launch.loop.checkpoint"):
+        trainer = resumed(folder, finished)
+    assert trainer.iteration == 4
+    (line,) = caplog.messages
     assert f"checkpoint {newest} is damaged: {named}" in line
     assert "; training goes on from iter_00000004, and" in line
-
-
-def test_what_was_damaged_is_written_again(folder: Path, whole: Any, finished: Path) -> None:
-    newest = finished / "checkpoints" / "iter_00000006"
-    cut(newest / WEIGHTS)
-    assert resumed(folder, finished).run()
+    assert trainer.run()
     assert losses(finished) == whole().losses
     assert resumed(folder, finished).iteration == STEPS
     written, expected = (
@@ -197,34 +175,31 @@ def test_what_was_damaged_is_written_again(folder: Path, whole: Any, finished: P
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
-def test_damaged_checkpoints_alone_are_refused(folder: Path, finished: Path) -> None:
-    flip_bit(finished / "checkpoints" / "iter_00000004" / WEIGHTS)
-    (finished / "checkpoints" / "iter_00000006" / "state.json").unlink()
-    with pytest.raises(DamagedError) as refused:
-        resumed(folder, finished)
-    assert str(refused.value) == (
-        f"{finished / 'checkpoints'} holds no whole checkpoint: iter_00000006 (state.json is "
-        f"missing), iter_00000004 ({WEIGHTS} is not what was written); restore these files, or "
-        "remove the folder to train from the beginning"
-    )
-
-
-def test_a_damaged_checkpoint_does_not_stand_for_a_whole_one(folder: Path, finished: Path) -> None:
-    """It is newer than those that the resumed run saves, which keeps one."""
+def test_damaged_checkpoints_do_not_stand_for_whole_ones(folder: Path, finished: Path) -> None:
+    """A damaged one is newer than those that the resumed run saves, which keeps one; and damaged
+    ones alone, or one of another version, are refused."""
     flip_bit(finished / "checkpoints" / "iter_00000006" / WEIGHTS)
     config = config_of(folder, finished, checkpoint={"every": 1, "keep": 1})
     trainer, *_ = make_trainer(config, fail_at=PACKS_PER_STEP)  # in step 6
     trainer.resume()
     with pytest.raises(KilledError):
         trainer.run()
-    assert [path.name for path in (finished / "checkpoints").iterdir()] == ["iter_00000005"]
+    (left,) = (finished / "checkpoints").iterdir()
+    assert left.name == "iter_00000005"
     assert resumed(folder, finished).iteration == 5
-
-
-def test_a_checkpoint_of_another_version_is_not_damaged(folder: Path, finished: Path) -> None:
-    changed(version=VERSION - 1)(finished / "checkpoints" / "iter_00000006" / "state.json")
+    changed(version=VERSION - 1)(left / "state.json")
     with pytest.raises(StageError, match=rf"has version {VERSION - 1}, .* the release that wrote"):
         resumed(folder, finished)
+    shutil.copytree(left, left.with_name("iter_00000004"))
+    for path in (left, left.with_name("iter_00000004")):
+        (path / "state.json").unlink()
+    with pytest.raises(DamagedError) as refused:
+        resumed(folder, finished)
+    assert str(refused.value) == (
+        f"{left.parent} holds no whole checkpoint: iter_00000005 (state.json is missing), "
+        "iter_00000004 (state.json is missing); restore these files, or remove the folder to train "
+        "from the beginning"
+    )
 
 
 class _Foreign:
@@ -240,11 +215,9 @@ def bad_header(path: Path) -> None:
     ("name", "write"),
     [
         (WEIGHTS, bad_header),
-        (WEIGHTS, holding(b"")),
         (WEIGHTS, holding(b"\xff" * 100)),
         ("rank_00000.pt", holding(b"no zip")),
         ("rank_00000.pt", lambda path: torch.save({"data": _Foreign()}, path)),
-        ("rank_00000.pt", lambda path: torch.save({"generators": {}}, path)),
         ("rank_00000.pt", lambda path: torch.save({"data": {}, "generators": {}}, path)),
     ],
 )
@@ -268,13 +241,10 @@ def test_foreign_files_are_refused_in_a_line_of_ours(
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "train.iterations": {"train": {"iterations": 7}},
     "train.normalization": {"train": {"normalization": "sample"}},
-    "schedule.learning_rate": {"schedule": {"learning_rate": 3e-5}},
     "schedule.decay": {"schedule": {"decay": "linear"}},
-    "optimizer.beta2": {"optimizer": {"beta2": 0.5}},
     "batch.global_batch_packs": {"batch": {"global_batch_packs": 6}},
-    "data.cross_sample_attention": {"data": {"cross_sample_attention": True}},
+    "optimizer.weight_decay": {"optimizer": {"weight_decay": 0.3}},
 }
 
 
@@ -288,8 +258,10 @@ def test_another_setting_is_refused_unless_it_is_named(
     text = str(refused.value)
     assert f"add --accept-mismatch {field} if that is meant" in text
     assert f" cannot be used: {field} was " in text
-    assert ", is " in text
-    assert again(field).iteration == STEPS
+    trainer = again(field)
+    assert trainer.iteration == STEPS
+    decays = {group["weight_decay"] for group in trainer._optimizer._adamw.param_groups}
+    assert decays == {0.0, trainer._config.optimizer.weight_decay}
 
 
 def test_only_fields_that_may_differ_can_be_accepted(
@@ -316,31 +288,21 @@ def test_other_packs_are_named_by_their_paths(folder: Path, whole: Any, tmp_path
     assert resumed(tmp_path / "moved", whole().output).iteration == STEPS
 
 
-def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, whole: Any) -> None:
-    optimizer = {"beta2": 0.5, "weight_decay": 0.3}
-    accept = [f"optimizer.{name}" for name in optimizer]
-    trainer = resumed(folder, whole().output, *accept, optimizer=optimizer)
-    groups = trainer._optimizer._adamw.param_groups
-    assert {group["betas"] for group in groups} == {(0.9, 0.5)}
-    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
-
-
 def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
     case: Case, tmp_path: Path
 ) -> None:
+    output = tmp_path / "out"
+
     def train(iterations: int, *accept: str) -> Result:
         sections: dict[str, Any] = {
             "model": {"checkpoint": str(case("qwen2_vl") / "model"), "text": {}, "vision": {}},
             "train": {"iterations": iterations},
             "batch": {"global_batch_packs": 1},
         }
-        config = make_config(case("qwen2_vl") / "packed", tmp_path / "out", **sections)
+        config = make_config(case("qwen2_vl") / "packed", output, **sections)
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        options = (part for name in accept for part in ("--accept-mismatch", name))
-        return CliRunner().invoke(cli, [str(file), *options])
-
-    output = tmp_path / "out"
+        return CliRunner().invoke(cli, [str(file), *accept])
 
     def files(name: str) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (output / name).iterdir()}
@@ -352,7 +314,7 @@ def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
     assert refused.exit_code == 1
     assert " cannot be used: train.iterations was 1, is 2; restore them" in refused.stderr
     assert files("hf") == exported
-    assert train(2, "train.iterations").exit_code == 0
+    assert train(2, "--accept-mismatch", "train.iterations").exit_code == 0
     assert files("hf_1") == exported
     assert files("hf")["model.safetensors"] != exported["model.safetensors"]
     assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1"]

@@ -6,7 +6,7 @@ import collections
 import logging
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from launch.config import LaunchConfig, load_config
-from launch.data.packed_data import largest_of, read_packed_data
+from launch.config import LaunchConfig
+from launch.data.packed_data import read_packed_data
 from launch.loop.metrics import StepCounts, read_metrics
 from launch.loop.plan import TrainPlan
 from launch.loop.trainer import Trainer
 from offline_packing.cli.commands import cli
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.plan.plan import make_plan
@@ -247,6 +247,8 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert all(f"--accept-mismatch {name}" in text for name in names)
     assert f"data.packs was those of {a} (" in text
     accept = [*names, "batch.global_batch_packs"]
+    with pytest.raises(ValueError, match=r"train\.iterations=3 counts all steps, and 3 are done"):
+        resumed(config_of([c], tmp_path, **one), "data.packs")
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
     state = gone._optimizer.state()["exp_avg"]
@@ -272,34 +274,6 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
 
 
-def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: Path) -> None:
-    """And other packs need steps that are left."""
-    one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 1}}
-    resumed(config_of(stages[:1], tmp_path, **one))
-    trainer, *_ = make_trainer(config_of(stages[1:2], tmp_path, **one), accept=["data.packs"])
-    with pytest.raises(ValueError, match=r"train\.iterations=1 counts all steps, and 1 are done"):
-        trainer.resume()
-    other = config_of(stages[:1], tmp_path, data={"order": "balanced"}, **one)
-    with pytest.raises(StageError, match=r"data\.order must be the same to resume"):
-        make_trainer(other)[0].resume()
-    with pytest.raises(ConfigError, match=r"--accept-mismatch data\.order: must be the same"):
-        make_trainer(other, accept=["data.order"])[0].resume()
-
-
-def test_a_blend_is_validated_on_packs_of_another_output(stages: list[str], tmp_path: Path) -> None:
-    """Where those that it trains have no val split."""
-    source = {"format": "pairs", "path": str(Path(stages[0]).parent / "source"), "task": "bmr"}
-    pack_all(make_run(source, tmp_path / "packed", pack={"seq_length": 256}))
-    blend = blend_of(tmp_path / "blend.yaml", [tmp_path / "packed"])
-    blend.write_text(f"{blend.read_text()}  val:\n    path: {stages[0]}\n")
-    config = config_of([str(blend)], tmp_path / "run", validation={"every": 1})
-    trainer, *_ = make_trainer(config)
-    assert trainer.run()
-    lines = read_metrics(tmp_path / "run/metrics.jsonl")
-    found = {line["validation_packs"] for line in lines if "validation_loss" in line}
-    assert found == {len(PackedFolder(stages[0], split="val"))}
-
-
 def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     stages: list[str], tmp_path: Path
 ) -> None:
@@ -317,29 +291,6 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     assert len(losses(tmp_path / "run")) == state["iteration"] < planned[2]
     _, keys = resumed(config_of(paths, tmp_path / "run", data=data))
     assert len(keys) == sizes[2]
-
-
-def test_a_list_on_the_command_line(tmp_path: Path) -> None:
-    """With one path they are its own."""
-    (tmp_path / "run.yaml").write_text("batch: {global_batch_packs: 2}\noutput: {path: out}\n")
-    for text, paths in (("[out/a, out/b]", ("out/a", "out/b")), ("[out/a]", ("out/a",))):
-        config = load_config(tmp_path / "run.yaml", [f"data.path={text}"])
-        assert config.data.paths == paths
-        assert [stage.data.path for stage in config.stages] == list(paths)
-        assert load_config(tmp_path / "run.yaml", [f"data.path={text}"]) == config
-        assert LaunchConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-def test_the_largest_of_each_measure(stages: list[str]) -> None:
-    """By which the model is built; stages must be measured alike."""
-    data = [read_packed_data(path) for path in stages]
-    assert largest_of(stages, data).seq_length == max(SEQ_LENGTHS)
-    bare = replace(data[0], has_media=False)
-    assert largest_of(stages[:2], [bare, data[1]]).has_media
-    assert largest_of(stages[:1], [bare]) is bare
-    other = replace(data[1], model=data[1].model.model_copy(update={"max_pixels": 12_544}))
-    with pytest.raises(StageError, match=r"data.path: .*192.* with max_pixels 50176, .* 12544"):
-        largest_of(stages, [data[0], other, data[2]])
 
 
 def test_stages_of_several_tasks(
@@ -367,25 +318,16 @@ def index_of(root: Path) -> Path:
     return root / "all"
 
 
-def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = (), **pack: Any) -> Run:
+def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = ()) -> Run:
     own = {"format": "index", "path": str(index), "skip": skip}
     sources = [own | {"name": name} for name in NAMES]
-    return make_run(sources, output, pack={"seq_length": seq_length, **pack})
-
-
-def mixture(short: float, later: float) -> dict[str, Any]:
-    lines = [{"short": one, "long": 1 - one} for one in (short, later)]
-    return dict(zip(("start", "end"), lines, strict=True))
-
-
-def run_of(packs: Path, output: Path) -> LaunchConfig:
-    batch = {"global_batch_packs": 4, "global_batch_size": None}
-    return config_of([str(packs)], output, batch=batch)
+    return make_run(sources, output, pack={"seq_length": seq_length})
 
 
 def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
     """Go on to a step, as one rank of a group; keys of the packs that were trained."""
-    trainer, seen, _ = make_trainer(run_of(packs, output), accept=accept)
+    batch = {"global_batch_packs": 4, "global_batch_size": None}
+    trainer, seen, _ = make_trainer(config_of([str(packs)], output, batch=batch), accept=accept)
     trainer.resume()
     act = partial(signal.raise_signal, signal.SIGTERM)
     stopping = Interrupted(stop_at - trainer.iteration, act, Trainer._step)
@@ -411,76 +353,36 @@ def trained_column(run: Run, folder: Path) -> dict[str, int]:
     return {row["key"].partition("#")[0]: row["trained"] for row in rows}
 
 
-def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
-    """10 steps; then, of what is left, other packs on 2 ranks, on 1, killed there, and on 2."""
+def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Done, tmp_path: Path) -> None:
+    """10 steps; then other packs, of what is left, on 2 ranks, and on 1."""
     index, output = index_of(tmp_path), tmp_path / "run"
-    first = stage_of(index, tmp_path / "a", 256, mixture=mixture(0.8, 0.4))
-    pack_all(first)
-    packs = tmp_path / "a"
-    a_keys = leg(packs, output, 10)
-    assert len(a_keys) == 40 < len(PackedFolder(packs))
-    done = samples_of(packs, a_keys)
+    pack_all(stage_of(index, tmp_path / "a", 256))
+    a_keys = leg(tmp_path / "a", output, 10)
+    assert len(a_keys) == 40 < len(PackedFolder(tmp_path / "a"))
+    trained = samples_of(tmp_path / "a", a_keys)
 
-    skip = {"trained": str(output)}
-    second = stage_of(index, tmp_path / "b", 512, skip=skip, mixture=mixture(0.3, 0.6))
+    second = stage_of(index, tmp_path / "b", 512, skip={"trained": str(output)})
     pack_all(second)
     assert verify(second, deep=True).ok
     left_out = [row["key"] for row in set_aside_in_plan(second) if row["reason"] == "trained"]
-    assert sorted(left_out) == sorted(done)
-    assert 0 < len(left_out) < open_index(second).info.num_samples
+    assert sorted(left_out) == sorted(trained)
     counts = dict.fromkeys(open_index(second).table("key")["key"].to_pylist(), 0)
-    assert trained_column(second, tmp_path) == counts | done
+    assert 0 < len(left_out) < len(counts)
+    assert trained_column(second, tmp_path) == counts | trained
 
-    packs, accept = tmp_path / "b", ("data.packs",)
-    ranks = run_ranks(2, tmp_path / "two", leg, packs, output, 13, accept)
-    b_keys = [key for own in ranks for key in own]
-    # Killed at the second pack of step 15; step 14 was saved.
-    trainer, seen, _ = make_trainer(run_of(packs, output), fail_at=5)
-    trainer.resume()
-    with pytest.raises(KilledError):
-        trainer.run()
-    assert trainer.iteration == 14
-    b_keys += seen.keys[:4]
-    b_keys += leg(packs, output, 16)
-    ranks = run_ranks(2, tmp_path / "again", leg, packs, output, 18)
-    b_keys += [key for own in ranks for key in own]
-
-    wanted = done + samples_of(packs, b_keys)
+    ranks = run_ranks(2, tmp_path / "two", leg, tmp_path / "b", output, 13, ("data.packs",))
+    b_keys = [key for own in ranks for key in own] + leg(tmp_path / "b", output, 16)
+    wanted = trained + samples_of(tmp_path / "b", b_keys)
     found = trained_column(second, tmp_path)
     assert found == counts | wanted
-    lines = step_lines(output)
-    assert [line["iteration"] for line in lines] == list(range(1, 19))
-    assert sum(found.values()) == sum(line["sub_samples"] for line in lines)
+    assert sum(found.values()) == sum(line["sub_samples"] for line in step_lines(output))
     # The plan keeps to what was trained when it was made; another output leaves out more.
     assert pack_all(second).counts.packed == verify(second).num_samples
-    third = stage_of(index, tmp_path / "c", 512, skip=skip, mixture=mixture(0.5, 0.5))
+    third = stage_of(index, tmp_path / "c", 512, skip={"trained": str(output)})
     measure(third)
     aside = make_plan(third, open_index(third)).set_aside
-    assert aside.reasons["trained"] == len(wanted) > len(done)
-
-
-def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
-    skip = {"trained": str(tmp_path / "other")}
-
-    def refused(run: Run, message: str) -> None:
-        measure(run)
-        with pytest.raises(StageError, match=message):
-            make_plan(run, open_index(run))
-
-    index = index_of(tmp_path)
-    run = stage_of(index, tmp_path / "b", 512, skip=skip)
-    refused(run, "has no checkpoint that names packs: only")
-    # packs of another source
-    other = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "d", 12, 3)), "task": "bmr"}
-    pack_all(make_run(other, tmp_path / "packed", pack={"seq_length": 256}))
-    leg(tmp_path / "packed", tmp_path / "other", 1)
-    again = stage_of(index, tmp_path / "e", 512, skip=skip)
-    refused(again, r"the run .*other trained no pack of .*short")
-    # packs that were written anew since
-    own = {**other, "skip": [skip]}
-    same = make_run(own, tmp_path / "f", pack={"seq_length": 256})
-    pack_all(same)
-    change = {"seq_length": 256, "seed": 1}
-    pack_all(make_run(other, tmp_path / "packed", pack=change, output={"overwrite": True}))
-    anew = make_run(own, tmp_path / "g", pack={"seq_length": 256})
-    refused(anew, "packed, which are missing or were packed again since")
+    assert aside.reasons["trained"] == len(wanted) > len(trained)
+    other = stage_of(index, tmp_path / "d", 512, skip={"trained": str(done.config.output.path)})
+    measure(other)
+    with pytest.raises(StageError, match=rf"the run {done.config.output.path} trained no pack of"):
+        make_plan(other, open_index(other))

@@ -17,11 +17,8 @@ import pytest
 import torch
 
 from launch.config import LaunchConfig, MetricsConfig
-from launch.data.micro_batches import MicroBatches, build_task_encoder
-from launch.data.packed_data import read_packed_data
 from launch.loop import setup
 from launch.loop.metrics import Eta, MetricsLog, format_line, read_metrics, row_flops
-from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import run
 from launch.loop.trainer import StepError
 from launch.train import failing_in_one_line
@@ -30,7 +27,6 @@ from task_encoders.families import FAMILIES
 from task_encoders.packs.manifest import read_manifest
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.packed_runs import SEQ_LENGTH, losses, make_config, make_trainer, step_lines
-from tests.helpers.prepared_folders import blend_of
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -65,22 +61,16 @@ def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Pat
         assert 0 <= line["data_wait"] < 1
 
 
-@pytest.mark.parametrize("normalization", ["token", "sample"])
-def test_micro_batches_do_not_change_a_step(
-    normalization: str, folder: Path, tmp_path: Path
-) -> None:
+def test_micro_batches_do_not_change_a_step(folder: Path, tmp_path: Path) -> None:
     runs = {}
     for size in (1, 4):
-        output = tmp_path / str(size)
-        config = make_config(
-            folder,
-            output,
-            data={"micro_batch_size": size},
-            batch={"global_batch_packs": 4},
-            train={"iterations": 3, "normalization": normalization},
-        )
-        keys, _ = train(config)
-        runs[size] = losses(output), keys
+        sections: dict[str, Any] = {
+            "data": {"micro_batch_size": size},
+            "batch": {"global_batch_packs": 4},
+            "train": {"iterations": 3, "normalization": "sample"},
+        }
+        keys, _ = train(make_config(folder, tmp_path / str(size), **sections))
+        runs[size] = losses(tmp_path / str(size)), keys
     assert runs[1][1] == runs[4][1]
     assert runs[4][0] == pytest.approx(runs[1][0], abs=1e-5)
 
@@ -99,28 +89,33 @@ class Interfering(torch.nn.Module):
         return self.action(losses) if self.calls == self.at else losses
 
 
-def run_interfered(config: LaunchConfig, at: int, action: Callable[[Any], Any]) -> tuple[bool, Any]:
+def interfered(config: LaunchConfig, at: int, action: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The error of a run, and the packs that it read."""
     trainer, recorded, model = make_trainer(config)
     trainer._model = Interfering(model, at, action)
-    try:
-        return trainer.run(), recorded
-    except StepError as error:
-        return False, (error, recorded)
+    with pytest.raises(StepError) as failed:
+        trainer.run()
+    return failed.value, recorded.keys
 
 
-def test_a_signal_finishes_the_step_saves_and_stops(folder: Path, tmp_path: Path) -> None:
-    def terminate(losses: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return losses
+def fail(losses: Any) -> Any:
+    raise ValueError("samples do not fit")
 
-    config = make_config(folder, tmp_path)
-    before = signal.getsignal(signal.SIGINT)
-    finished, recorded = run_interfered(config, at=4, action=terminate)  # first pack of step 2
-    assert not finished
-    assert len(recorded.keys) == 6
-    assert len(losses(tmp_path)) == 2
-    assert (tmp_path / "checkpoints" / "iter_00000002" / "state.json").is_file()
-    assert signal.getsignal(signal.SIGINT) is before
+
+@pytest.mark.parametrize(
+    ("action", "said", "named"),
+    [
+        (fail, "samples do not fit", slice(4, 5)),
+        (lambda losses: losses * float("nan"), "norm is nan", slice(3, 6)),
+    ],
+)
+def test_a_failing_step_names_its_packs(
+    action: Any, said: str, named: slice, folder: Path, tmp_path: Path
+) -> None:
+    error, keys = interfered(make_config(folder, tmp_path), at=5, action=action)
+    assert all(text in str(error) for text in (said, *keys[named]))
+    assert len(losses(tmp_path)) == 1
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_second_run_is_refused_while_the_first_lives(
@@ -148,16 +143,6 @@ def test_a_second_run_is_refused_while_the_first_lives(
     os.kill(loader, signal.SIGKILL)
 
 
-def test_a_failing_step_names_its_packs(folder: Path, tmp_path: Path) -> None:
-    def fail(losses: Any) -> Any:
-        raise ValueError("sizes do not match")
-
-    _, (error, recorded) = run_interfered(make_config(folder, tmp_path), at=5, action=fail)
-    said = ("step 2: packs", recorded.keys[4], "sizes do not match")
-    assert all(text in str(error) for text in said)
-    assert not (tmp_path / "checkpoints").exists()
-
-
 def test_a_loader_that_dies_during_a_step_is_named_instead_of_the_packs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,23 +155,12 @@ def test_a_loader_that_dies_during_a_step_is_named_instead_of_the_packs(
         return losses
 
     config = make_config(folder, tmp_path, data={"num_workers": 1})
-    _, (error, _) = run_interfered(config, at=2, action=kill)
+    error, _ = interfered(config, at=2, action=kill)
     with pytest.raises(SystemExit), failing_in_one_line(debug=False):
         raise error
     said = capsys.readouterr().err
     assert "\nerror: a process that loads packs died: DataLoader worker (pid " in f"\n{said}"
-    assert said.endswith(
-        "Killed; lower data.num_workers if memory ran out, and run again to continue from the last "
-        "checkpoint\n"
-    )
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -> None:
-    config = make_config(folder, tmp_path)
-    _, (error, recorded) = run_interfered(config, at=5, action=lambda x: x * float("nan"))
-    assert "norm is nan" in str(error)
-    assert all(key in str(error) for key in recorded.keys[3:6])
-    assert len(losses(tmp_path)) == 1
+    assert "Killed; lower data.num_workers if memory ran out, and run again to continue" in said
 
 
 def test_a_step_without_any_label_changes_nothing(folder: Path, tmp_path: Path) -> None:
@@ -233,35 +207,6 @@ def test_the_first_and_the_last_step_are_logged(
     ]
     assert f"loss {losses(tmp_path)[3]:.4f}" in lines[1]
     assert "validation loss" in lines[2]
-
-
-def test_a_run_that_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
-    train(make_config(folder, tmp_path, train={"iterations": 1}))
-    with pytest.raises(StageError, match="holds another run"):
-        run(make_config(folder, tmp_path, checkpoint={"resume": False}))
-    assert len(losses(tmp_path)) == 1
-
-
-def test_a_blend_goes_on_where_it_was(
-    folder: Path, captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    blend = blend_of(tmp_path / "blend.yaml", [folder, f"path: {captions}, weight: 2"])
-    config = make_config(blend, tmp_path, data={"num_workers": 2}).data
-    encoder, device = build_task_encoder(config, read_packed_data(blend)), initialize_parallel()
-
-    def keys(source: MicroBatches, count: int) -> list[tuple[str, ...]]:
-        rows = [source.next() for _ in range(count)]
-        return [row.sub_sample_keys for row in rows if row is not None]
-
-    first, second = (MicroBatches(config, encoder, device) for _ in range(2))
-    keys(first, 5)
-    torch.save(first.state(), tmp_path / "state.pt")
-    expected = keys(first, 12)
-    second.restore(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert keys(second, 12) == expected
-    first.close()
-    second.close()
 
 
 def test_the_log_drops_steps_that_will_be_done_again(tmp_path: Path) -> None:
@@ -313,32 +258,15 @@ def test_tensorboard_has_every_step_once(folder: Path, tmp_path: Path) -> None:
     assert list(shown) == [1, 2, 3, 4]
 
 
-@pytest.mark.exhaustive
-def test_weights_and_biases_without_a_network(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    metrics = {"wandb": "my-packs"}
-    train(make_config(folder, tmp_path, train={"iterations": 2}, metrics=metrics))
-    wandb.teardown()  # as at the end of a process: it writes the file
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    content = path.read_bytes()
-    for name in ("my-packs", *SHOWN):
-        assert name.encode() in content
-    for line in step_lines(tmp_path):
-        assert repr(line["loss"]).encode() in content
-
-
-#: A process of its own: SwanLab's protobuf is older than that of SentencePiece.
+#: A process of its own: SwanLab's protobuf is older than that of SentencePiece, and W&B writes its
+#: file at the end.
 _LOG = """
 import sys
 from pathlib import Path
 from launch.config import MetricsConfig
 from launch.loop.metrics import MetricsLog
 
-log = MetricsLog(Path(sys.argv[1]), MetricsConfig(swanlab="my-packs"), iteration=0)
+log = MetricsLog(Path(sys.argv[1]), MetricsConfig(**{sys.argv[2]: "my-packs"}), iteration=0)
 for step in (1, 2):
     log.write(step, {"loss": 1 / step, "tokens": 9.0, "fill": 0.99, "sub_samples": 5})
 log.close()
@@ -346,19 +274,26 @@ log.close()
 
 
 @pytest.mark.exhaustive
-def test_swanlab_without_a_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tracker", "file"),
+    [
+        ("wandb", "wandb/offline-run-*/run-*.wandb"),
+        ("swanlab==0.10.3", "swanlog/run-*/run-*.swanlab"),
+    ],
+)
+def test_trackers_without_a_network(tracker: str, file: str, tmp_path: Path) -> None:
+    name, _, version = tracker.partition("==")
     packages = tmp_path / "packages"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages)]
-    subprocess.run([*install, "swanlab==0.10.3"], check=True)
-    path = os.pathsep.join([str(packages), str(Path(__file__).parents[4])])
-    subprocess.run(
-        [sys.executable, "-c", _LOG, str(tmp_path)],
-        check=True,
-        env={**os.environ, "PYTHONPATH": path, "SWANLAB_MODE": "offline"},
-    )
-    (kept,) = tmp_path.glob("swanlog/run-*/run-*.swanlab")
-    for name in ("my-packs", *SHOWN):
-        assert name.encode() in kept.read_bytes()
+    if version:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages)]
+        subprocess.run([*install, tracker], check=True)
+    path = os.pathsep.join([str(packages), str(Path(__file__).parents[3])])
+    own = {"PYTHONPATH": path, "SWANLAB_MODE": "offline", "WANDB_MODE": "offline"}
+    arguments = [sys.executable, "-c", _LOG, str(tmp_path), name]
+    subprocess.run(arguments, check=True, env={**os.environ, **own})
+    (kept,) = tmp_path.glob(file)
+    for text in ("my-packs", *SHOWN):
+        assert text.encode() in kept.read_bytes()
 
 
 def test_operations_are_those_of_real_tokens_labels_and_pictures() -> None:

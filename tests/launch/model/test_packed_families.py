@@ -2,9 +2,9 @@
 loss and gradients of its samples alone; recurrent layers also of short segments; and what is
 refused."""
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +25,13 @@ from transformers import (
 
 from launch.model.segments import isolate_segments, use_varlen_attention, why_no_flash
 from task_encoders.families import FAMILIES, build_sample_encoder
-from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.encoder_contract import VERSION
+from tests.helpers.peers import inputs_of
 from tests.helpers.tiny_checkpoints import gradients_of, packed_batch, randomise
 from tests.helpers.tiny_families import (
-    CLIP,
     QWEN,
     encoded_samples,
     encoder_options,
@@ -67,19 +66,11 @@ class Case:
 
     def alone(self, sample: EncodedSample) -> dict[str, Any]:
         """Without positions: the model finds them itself."""
-        kwargs = without_boundaries(to_transformers_kwargs(packed_batch([sample])))
-        del kwargs["position_ids"]
-        ids = self.encoder.media_token_ids
-        sees_images = self.model.config.model_type.startswith("gemma4")
-        if len(sample.position_ids) == 3 or sees_images:
-            tokens = kwargs["input_ids"]
-            types = (tokens == ids["image_token_id"]) + 2 * (tokens == ids["video_token_id"]).int()
-            kwargs["mm_token_type_ids"] = types
-            if sees_images:
-                kwargs["attention_mask"] = image_masks(self.model, tokens, types)
-        if "video_grid_thw" in kwargs and self.model.config.model_type == "qwen2_5_vl":
-            seconds = self.encoder.sample_video(read_video_header(io.BytesIO(CLIP)))
-            kwargs["second_per_grid_ts"] = torch.tensor([seconds.seconds_per_step])
+        packs: Any = SimpleNamespace(task_encoder=SimpleNamespace(encoder=self.encoder))
+        kwargs = inputs_of(packs, packed_batch([sample]))
+        if self.model.config.model_type.startswith("gemma4"):
+            tokens, types = kwargs["input_ids"], kwargs["mm_token_type_ids"]
+            kwargs["attention_mask"] = image_masks(self.model, tokens, types)
         return kwargs
 
     @torch.no_grad()

@@ -29,16 +29,11 @@ from task_encoders.samples import SourceSample, Turn
 from tests.helpers import stand_in_fla
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import (
-    IMAGE,
     NORMALISATION,
-    VISION_END,
     forward,
     gradients_of,
     packed_batch,
     params_of,
-    random_sample,
-    row_samples,
-    transformers_model,
 )
 from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
 from tests.helpers.varlen import CpuVarlen
@@ -115,73 +110,9 @@ def test_gathered_keys_are_gathered_again(
         torch.testing.assert_close(one.grad, gradient)
 
 
-def with_tail(
-    reference: Any, base: EncodedSample, length: int, tail: int, seed: int, first: bool = False
-) -> EncodedSample:
-    """A sample that begins with the first `length` tokens of `base`, and its only medium."""
-    rng = np.random.default_rng(seed)
-    tokens = np.concatenate([base.tokens[:length], rng.integers(3, 1000, tail)])
-    weights = np.zeros(len(tokens), np.float32)
-    weights[length + (0 if first else 1) :] = 1
-    text = torch.from_numpy(tokens)[None]
-    positions, _ = reference.model.get_rope_index(
-        text,
-        mm_token_type_ids=(text == IMAGE).int(),
-        image_grid_thw=torch.from_numpy(base.image_grid_thw).long(),
-        video_grid_thw=None,
-    )
-    return replace(
-        base,
-        key=f"tail-{seed}",
-        tokens=tokens,
-        loss_weights=weights,
-        position_ids=positions[:, 0].numpy(),
-    )
-
-
 def tree_forward(model: Any, batch: PackedBatch) -> torch.Tensor:
     losses: torch.Tensor = model(batch, segment_params(batch), shift_labels(batch.labels))
     return losses
-
-
-@pytest.mark.parametrize(
-    ("family", "multiple"),
-    [
-        pytest.param("qwen2_vl", 1, marks=pytest.mark.exhaustive),
-        pytest.param("qwen2_5_vl", 8, marks=pytest.mark.exhaustive),
-        pytest.param("qwen3_vl", 1, marks=pytest.mark.exhaustive),
-        ("qwen3_vl", 8),
-    ],
-)
-def test_branches_equal_their_samples_alone(family: str, multiple: int, tmp_path: Any) -> None:
-    initialize_parallel(1)
-    reference = transformers_model(family, tied=True)
-    reference.save_pretrained(tmp_path)
-    config = ModelConfig(family=family, checkpoint=tmp_path)
-    model = build_model(config, device=torch.device("cpu")).train()
-    base = random_sample(reference, 12, [(4, 6)], 1)
-    length = int((base.tokens == VISION_END).argmax()) + 1
-    samples = [
-        with_tail(reference, base, length, tail, seed) for seed, tail in enumerate([7, 3, 11, 2])
-    ]
-    other = row_samples(reference, "mixed")
-    whole = packed_batch([*samples, *other])
-    losses = forward(model, whole, shift_labels(whole.labels))
-    losses.sum().backward()
-    gradients = gradients_of(model)
-    segments = [*as_tree(samples, length, 1, 0, {}), *other]
-    parents = [-1, *[0] * len(samples), *[-1] * len(other)]
-    batch = packed_batch(segments, parents=parents, multiple=multiple)
-    found = tree_forward(model, batch)
-    found.sum().backward()
-    assert batch.tokens.shape[1] < whole.tokens.shape[1] or multiple > 1
-    torch.testing.assert_close(found[found > 0], losses[losses > 0], atol=1e-5, rtol=1e-5)
-    for name, gradient in gradients.items():
-        own = dict(model.named_parameters())[name].grad
-        assert (own - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
-    plain = replace(batch, parents=batch.parents[:, :0])
-    alone = forward(model, plain, shift_labels(batch.labels))
-    assert (alone[found > 0] - losses[losses > 0]).abs().max() > 0.5
 
 
 #: Families that transformers has.
@@ -203,42 +134,53 @@ def questions(family: str, folder: Path) -> tuple[Any, list[EncodedSample], int]
     return model, samples, int(np.flatnonzero(is_image)[-1]) + 1
 
 
+#: Kinds of models, families, and multiples that samples and trees are padded to.
+CASES = [("transformers", name, 1) for name in IN_TRANSFORMERS]
+CASES += [("megatron", name, n) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") for n in (1, 8)]
+OFTEN = {CASES[-1], *(("transformers", name, 1) for name in ("gemma4", "qwen3_5"))}
+
+
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=[] if name in ("gemma4", "qwen3_5") else pytest.mark.exhaustive)
-        for name in IN_TRANSFORMERS
-    ],
+    ("kind", "family", "multiple"),
+    [pytest.param(*one, marks=[] if one in OFTEN else pytest.mark.exhaustive) for one in CASES],
 )
-def test_models_of_transformers(family: str, tmp_path: Path) -> None:
-    model, samples, shared = questions(family, tmp_path)
-    isolate_segments(model)
-    packed = PackedTransformersModel(model, torch.float32).train()
+def test_branches_equal_their_samples_alone(
+    kind: str, family: str, multiple: int, tmp_path: Path
+) -> None:
+    """Losses and gradients, in a row of a tree among whole samples."""
+    own, samples, shared = questions(family, tmp_path)
+    is_megatron, is_recurrent = kind == "megatron", FAMILIES[family].is_recurrent
+    if is_megatron:
+        own.save_pretrained(tmp_path / "model")
+        config = ModelConfig(family=family, checkpoint=tmp_path / "model")
+        model: Any = build_model(config, device=initialize_parallel(1)).train()
+    else:
+        isolate_segments(own)
+        model = PackedTransformersModel(own, torch.float32).train()
     others = [samples[0], *samples]
     alone = packed_batch([*others, *samples])
-    expected = forward(packed, alone, shift_labels(alone.labels))
+    expected = forward(model, alone, shift_labels(alone.labels))
     expected.sum().backward()
-    gradients = gradients_of(packed)
+    gradients = gradients_of(model)
     segments = [*others, *as_tree(samples, shared, 1, 0, {})]
     parents = [-1] * len(others) + [-1] + [len(others)] * len(samples)
-    batch = packed_batch(segments, parents=parents)
-    with pytest.raises(ValueError, match="needs `use_tree_attention"):
-        tree_forward(packed, batch)
-    use_tree_attention(model)
-    again = forward(packed, alone, shift_labels(alone.labels))  # a row without trees
-    torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
-    found = tree_forward(packed, batch)
+    batch = packed_batch(segments, parents=parents, multiple=multiple)
+    if not is_megatron:
+        with pytest.raises(ValueError, match="needs `use_tree_attention"):
+            tree_forward(model, batch)
+        use_tree_attention(own)
+        again = forward(model, alone, shift_labels(alone.labels))  # a row without trees
+        torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
+    found = tree_forward(model, batch)
     found.sum().backward()
-    is_recurrent = FAMILIES[family].is_recurrent
     losses = found[found > 0], expected[expected > 0]
-    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5 * is_recurrent)
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5 * (is_recurrent or is_megatron))
     limit = 2e-4 if is_recurrent else 1e-4
+    own_gradients = gradients_of(model)
     for name, gradient in gradients.items():
-        own = dict(packed.named_parameters())[name].grad
-        assert own is not None
-        assert (own - gradient).norm() < limit * gradient.norm() + 1e-7, name
+        assert (own_gradients[name] - gradient).norm() < limit * gradient.norm() + 1e-7, name
     plain = replace(batch, parents=batch.parents[:, :0])
-    leaking = forward(packed, plain, shift_labels(batch.labels))
+    leaking = forward(model, plain, shift_labels(batch.labels))
     assert (leaking[found > 0] - expected[expected > 0]).abs().max() > 0.5
 
 
@@ -346,34 +288,6 @@ def test_recurrent_branches_equal_their_samples_alone(
             again = recurrent_row(recurrent, changed)
             alike = [torch.equal(*pair) for pair in zip(whole, again, strict=True)]
             assert [n for n, same in enumerate(alike) if not same] == [changed]
-
-
-@pytest.mark.parametrize("wrong", ["no window", "no state", "shorter window", "neighbour"])
-@torch.no_grad()
-def test_without_its_trunks_states_a_branch_differs(
-    wrong: str, recurrent: PackedTransformersModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, states, seen = recurrent_row(recurrent), segments._States, list[Any]()
-    update = states.update_conv_state
-
-    def copy(own: Any) -> Any:
-        seen.append(own)
-        found = states(seen[0]._conv, seen[0]._recurrent) if wrong == "neighbour" else states()
-        if wrong == "no window":
-            found._recurrent = own._recurrent
-        if wrong == "no state":
-            found._conv = own._conv
-        return found
-
-    def shorter(own: Any, inputs: torch.Tensor, layer_idx: int, conv_kernel_size: int) -> Any:
-        return update(own, inputs, layer_idx, conv_kernel_size - 1)
-
-    if wrong == "shorter window":
-        monkeypatch.setattr(states, "update_conv_state", shorter)
-    else:
-        monkeypatch.setattr(states, "copy", copy)
-    found = recurrent_row(recurrent)
-    assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) > 0.5
 
 
 @torch.no_grad()

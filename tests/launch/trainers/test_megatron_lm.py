@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -32,14 +33,6 @@ from tests.helpers.tiny_checkpoints import (
 )
 
 
-def example_batches() -> list[PackedBatch]:
-    reference = transformers_model("qwen2_vl", tied=False)
-    return [
-        packed_batch(row_samples(reference, row), multiple=pad)
-        for row, pad in zip(ROWS, (1, 4, 1, 1, 1, 4), strict=True)
-    ]
-
-
 def as_tensors(batch: PackedBatch) -> dict[str, Any]:
     """Inputs of a model, as tensors with memory of their own, to send to another process."""
     values = {name: getattr(batch, name) for name in BATCH_TENSORS}
@@ -47,39 +40,48 @@ def as_tensors(batch: PackedBatch) -> dict[str, Any]:
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
 
-def read_all(checkpoint: Path, tensor_parallel: int) -> tuple[list[dict[str, Any]], list[float]]:
-    """Every batch and its loss on this rank; only the first tensor parallel rank has data."""
-    device = initialize_parallel(tensor_parallel)
-    batches = example_batches() if torch.distributed.get_rank() == 0 else None
-    received = []
-    data_iterator = iter(batches) if batches is not None else None
-    for _ in ROWS:
-        received.append(as_tensors(get_batch(data_iterator, device)))
+def read_all(
+    checkpoint: Path, tensor: int, context: int
+) -> tuple[list[dict[str, Any]], list[float], list[int]]:
+    """Every batch on this rank, sums of the losses of its tokens, and their numbers; only the first
+    of the ranks that share a row has data."""
+    device = initialize_parallel(tensor, context)
+    reference = transformers_model("qwen2_vl", tied=False)
+    batches = [packed_batch(row_samples(reference, row), multiple=4) for row in ROWS]
+    is_first = torch.distributed.get_rank() == 0
+    data_iterator = iter(batches) if is_first else None
+    received = [as_tensors(get_batch(data_iterator, device)) for _ in ROWS]
     with pytest.raises(StopIteration):
         get_batch(data_iterator, device)
-
-    model = build_model(ModelConfig(checkpoint=checkpoint), device=device)
-    data_iterator = iter(batches) if batches is not None else None
-    losses = []
+    layers: Any = {"shares_rows": context > 1, "layers_config": lambda config: config}
+    model = build_model(ModelConfig(checkpoint=checkpoint), device=device, **layers)
+    data_iterator, sums, counts = iter(batches) if is_first else None, [], []
     for _ in ROWS:
         output_tensor, reduce = forward_step(data_iterator, model)
         loss, num_tokens, _ = reduce(output_tensor)
-        losses.append(float(loss.detach() / num_tokens))
-    return received, losses
+        sums.append(float(loss.detach()))
+        counts.append(int(num_tokens))
+    return received, sums, counts
 
 
-def test_every_rank_receives_what_the_first_has_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2)])
+def test_every_rank_receives_what_the_first_has_read(
+    tensor: int, context: int, tmp_path: Path
+) -> None:
+    """And ranks that share a row count each of its tokens once."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen2_vl", tied=False)
-    expected, expected_losses = read_all(checkpoint, 1)
-    assert len(expected) == len(ROWS)
-    for received, losses in run_ranks(2, tmp_path / "ranks", read_all, checkpoint, 2):
-        assert losses == pytest.approx(expected_losses, abs=1e-5)
+    expected, sums, counts = read_all(checkpoint, 1, 1)
+    ranks = run_ranks(2, tmp_path / "ranks", read_all, checkpoint, tensor, context)
+    for received, _, _ in ranks:
         for ours, theirs in zip(received, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
                 is_tensor = isinstance(value, torch.Tensor)
                 assert torch.equal(ours[name], value) if is_tensor else ours[name] == value
                 assert not is_tensor or ours[name].dtype == value.dtype
+    found = np.sum([own for _, *own in ranks], axis=0) / tensor
+    assert found[1].tolist() == counts
+    assert found[0] == pytest.approx(sums, rel=1e-5)
 
 
 class OwnTaskEncoder(PackedTaskEncoder):
@@ -91,33 +93,6 @@ class OwnTaskEncoder(PackedTaskEncoder):
     def encode_sample(self, sample: Any) -> Any:
         self.seen.append(sample.__key__)
         return super().encode_sample(sample)
-
-
-def own_losses(checkpoint: Path, context: int) -> tuple[list[float], list[int]]:
-    """Sums of the losses of this rank's tokens in each batch, and their numbers."""
-    device = initialize_parallel(context_parallel=context)
-    reference = transformers_model("qwen2_vl", tied=False)
-    batches = [packed_batch(row_samples(reference, row), multiple=4) for row in ROWS]
-    layers: Any = {"shares_rows": context > 1, "layers_config": lambda config: config}
-    model = build_model(ModelConfig(checkpoint=checkpoint), device=device, **layers)
-    data_iterator = iter(batches) if torch.distributed.get_rank() == 0 else None
-    sums, counts = [], []
-    for _ in ROWS:
-        output_tensor, reduce = forward_step(data_iterator, model)
-        loss, num_tokens, _ = reduce(output_tensor)
-        sums.append(float(loss.detach()))
-        counts.append(int(num_tokens))
-    return sums, counts
-
-
-def test_context_parallel_ranks_count_each_token_once(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen2_vl", tied=False)
-    sums, counts = own_losses(checkpoint, 1)
-    ranks = run_ranks(2, tmp_path / "ranks", own_losses, checkpoint, 2)
-    for row, (loss, count) in enumerate(zip(sums, counts, strict=True)):
-        assert sum(of_rank[row] for _, of_rank in ranks) == count
-        assert sum(of_rank[row] for of_rank, _ in ranks) == pytest.approx(loss, rel=1e-5)
-    assert min(min(of_rank) for _, of_rank in ranks) < max(counts)
 
 
 def test_steps_are_those_of_launch_and_of_the_samples_alone(

@@ -46,14 +46,9 @@ def model(case: tuple[Path, Path]) -> Any:
     return AutoModelForImageTextToText.from_pretrained(case[0]).eval()
 
 
-@torch.no_grad()
-def losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
-    return token_losses_alone(model, packs, number)
-
-
 @pytest.mark.parametrize(
     ("family", "per_row", "rows"),
-    [("qwen2_vl", 1, 4), ("qwen2_vl", 2, 2), ("qwen2_vl", 4, 1), ("gemma4", 1, 2)],
+    [("qwen2_vl", 1, 4), ("qwen2_vl", 2, 2), ("gemma4", 1, 2)],
 )
 def test_loss_of_a_step_is_the_mean_over_all_tokens_of_the_samples_alone(
     family: str, per_row: int, rows: int, model: Any, packs: PackedFolder, tmp_path: Path
@@ -66,7 +61,8 @@ def test_loss_of_a_step_is_the_mean_over_all_tokens_of_the_samples_alone(
         model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     count = per_row * rows
     refuse_packs_of_few(packs, range(count))
-    alone = [losses_alone(model, packs, number) for number in range(count)]
+    with torch.no_grad():
+        alone = [token_losses_alone(model, packs, number) for number in range(count)]
     options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": per_row}
     run = packed_trainer(tmp_path, model, packs, gradient_accumulation_steps=rows, **options)
     run.train()
@@ -113,14 +109,6 @@ def test_pixels_become_values_on_the_device(
             assert torch.equal(torch.as_tensor(prepared[name]), torch.as_tensor(value)), name
 
 
-def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_path: Path) -> None:
-    options = {"prediction_loss_only": True, "per_device_eval_batch_size": 1}
-    run = packed_trainer(tmp_path, model, packs, **options)
-    per_pack = [float(losses_alone(model, packs, number).mean()) for number in range(len(packs))]
-    expected = sum(per_pack) / len(per_pack)  # as Trainer weighs them
-    assert run.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
-
-
 def test_a_resumed_run_is_the_run_that_went_on(
     case: tuple[Path, Path], tmp_path: Path, bmr_environment: None
 ) -> None:
@@ -152,14 +140,6 @@ def test_models_with_recurrent_layers_are_made_ready(packs: PackedFolder, tmp_pa
         layers = decoder.layers[:3]
         assert all(vars(layer.linear_attn)["forward"].func for layer in layers)
         assert len(decoder._forward_pre_hooks) == 1
-
-
-def test_collated_labels_are_counted_as_they_are_used(packs: PackedFolder) -> None:
-    unread = UnreadPacks(packs)
-    labels = collate_packed([unread[0], unread[1]])["labels"]
-    counted_by_trainer = int((labels != IGNORE_INDEX).sum())
-    used_by_model = int((labels[:, 1:] != IGNORE_INDEX).sum())
-    assert counted_by_trainer == used_by_model > 20
 
 
 class Packs:
