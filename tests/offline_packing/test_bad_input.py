@@ -86,6 +86,11 @@ BAD: dict[str, tuple[Any, ...]] = {
     "roles_system_only": ("bad_roles", spoken("system")),
     "roles_system_inside": ("bad_roles", spoken("user", "assistant", "system")),
     "roles_unknown": ("bad_roles", spoken("narrator", "critic")),
+    "roles_system_assistant": ("bad_roles", spoken("system", "assistant")),
+    "roles_two_assistants": ("bad_roles", spoken("user", "assistant", "assistant")),
+    "roles_unknown_between": ("bad_roles", spoken("user", "critic", "assistant")),
+    "roles_user_tool": ("bad_roles", spoken("user", "tool")),
+    "roles_user": ("bad_roles", spoken("user")),
     "answer_empty": ("empty_answer", said("Hello", "")),
     "answer_blank": ("empty_answer", said("Hello", " \n\t")),
     "second_answer_empty": ("empty_answer", said("Hello", "Hi", "And?", "")),
@@ -220,11 +225,14 @@ def test_outcomes(tmp_path: Path) -> None:
 def test_captioning_takes_one_caption(tmp_path: Path) -> None:
     for key, captions in {"one": ["a"], "two": ["a", "b"], "none": []}.items():
         create(tmp_path / "data", key, {"captions": captions}, {".jpg": JPEG})
-    assert outcomes(make_run(tmp_path / "data", tmp_path / "out")) == {
-        "one": "ok",
-        "two": "bad_record",
-        "none": "bad_record",
+    create(tmp_path / "data", "asked", record(), {".jpg": JPEG})
+    found = {"one": "ok", "two": "bad_record", "none": "bad_record"}
+    assert outcomes(make_run(tmp_path / "data", tmp_path / "out")) == found | {
+        "asked": "lost_prompt"
     }
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
+    asked = make_run({**source, "ignore_prompts": True}, tmp_path / "all")
+    assert outcomes(asked) == found | {"asked": "ok"}
 
 
 def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:

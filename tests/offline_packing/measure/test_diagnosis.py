@@ -320,16 +320,16 @@ def test_texts_that_are_not_shown(
     [
         ({"question": "q"}, ("a.jpg",), []),
         ({"question": "q", "images": "pictur"}, (), ["source.fields.images=pictur is not in the "]),
-        ({"question": "q", "images": "more"}, ("b.jpg",), []),
+        ({"question": "q", "images": "more[0].at"}, ("b.jpg",), []),
         ({"question": "q", "id": "image"}, ("a.jpg",), []),
     ],
 )
 def test_a_mapping_overlays_the_default_names(
     fields: dict[str, str], images: tuple[str, ...], lost: list[str]
 ) -> None:
-    content = {"q": "What?", "answer": "This.", "image": "a.jpg"}
-    if "more" in fields.values():
-        content["more"] = "b.jpg"
+    content: dict[str, Any] = {"q": "What?", "answer": "This.", "image": "a.jpg"}
+    if "more[0].at" in fields.values():
+        content["more"] = [{"at": "b.jpg"}]
     names = FieldMap(fields)
     sample = to_sample(names.apply(content), "k", "vqa")
     assert (sample.turns[0].prompt, sample.turns[0].answer) == ("What?", "This.")

@@ -32,7 +32,7 @@ from offline_packing.sources.recognise import recognise
 from offline_packing.storage.files import read_json
 from offline_packing.verify.verify import render_result, verify
 from task_encoders.records.record import to_sample
-from task_encoders.samples import SampleError, SourceSample, split_at_media
+from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
     WORDS,
     dialogue,
@@ -58,9 +58,8 @@ from tests.helpers.long_conversations import (
     spoken,
     whole_samples,
 )
-from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
+from tests.helpers.outputs import samples_of, set_aside_in_plan
 from tests.helpers.tiny_families import save_tokenizer
-from tests.helpers.videos import make_video
 
 
 def test_what_is_said_of_it(tmp_path: Path) -> None:
@@ -85,18 +84,9 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     lost = [row["key"] for row in set_aside_in_plan(packed)]
     whole = [key for key in lost if "[" not in key]
     assert whole == ["alone"] != lost
-    details = [row["detail"] for row in set_aside_in_plan(packed)]
-    assert all(re.fullmatch(r"\d+ tokens > seq_length 256", one) for one in details)
-    assert counts["records"] == {
-        "read": len(records),
-        "packed": len(records) - len(whole),
-        "set_aside": len(whole),
-    }
+    assert counts["records"] == {"read": 12, "packed": 11, "set_aside": 1}
     assert counts["samples"] == counts["packed"] + len(lost) == info.num_samples
-    texts = [render_pack(pack) for pack in preview(packed, num_packs=3)]
-    assert re.search(r"c\d+\[\d+:\d+\]", "".join(texts))
-    shown, kept = render_result(verify(packed), deep=False), len(records) - len(whole)
-    assert f"{len(records)} = {kept} in packs + {len(whole)} set aside" in shown
+    assert "12 = 11 in packs + 1 set aside" in render_result(verify(packed), deep=False)
     told = ", and cut conversations and documents that fit no pack\n"
     assert preview_measure(run_of(tmp_path, records, "new")).endswith(told)
 
@@ -196,19 +186,10 @@ def test_what_is_refused(
         make_config(source, tmp_path, pack=pack, **sections)
 
 
-def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
-    """A conversation of some 40 tokens per turn; a picture in front of each of the first turns."""
-    marks = ["<image>"] * len(pictures) + [""] * num_turns
-    texts = [text for i in range(num_turns) for text in (f"{marks[i]}{i} of {key}?", "red " * 25)]
-    return {"id": key, "messages": dialogue(*texts), "images": list(pictures), **more}
-
-
-def packed_well(run: Run) -> list[tuple[str, list[str]]]:
-    """Pack, and check that all is right; (split, keys) of each pack."""
-    pack_all(run)
-    assert verify(run, deep=True).problems == []
-    assert not set_aside_in_plan(run)
-    return packs_of(run) if run.config.output.layout == "energon" else []
+def record(key: str, num_turns: int) -> Record:
+    """A conversation of some 40 tokens per turn."""
+    texts = [text for i in range(num_turns) for text in (f"{i} of {key}?", "red " * 25)]
+    return {"id": key, "messages": dialogue(*texts)}
 
 
 def test_conversations_whose_parts_no_template_takes(
@@ -235,37 +216,23 @@ def test_conversations_whose_parts_no_template_takes(
 
 
 def test_new_conversations(tmp_path: Path) -> None:
-    """source.skip knows a record by any of its parts; these belong to packs of one length."""
+    """source.skip knows a record by any of its parts."""
     records = [record(f"c{i}", 9) for i in range(4)]
     old = run_of(tmp_path, records[:3], "old")
-    packed_well(old)
-    write_file(tmp_path / "a.jsonl", lines(records))
+    pack_all(old)
     new = run_of(tmp_path, records, "new", source={"skip": [str(old.workspace.root)]})
     info = measure(new).info
     assert info.num_skipped == 3
     assert {row["part"]["key"] for row in index_rows(new)} == {"c3"}
-    with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
-        measure(run_of(tmp_path, records, "old", pack={"seq_length": 300}))
-
-
-def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
-    """A conversation with more images than a pack may hold is cut; others are not."""
-    records = [record("many", 5, *(f"{i % 4}.jpg" for i in range(5))), record("few", 2, "0.jpg")]
-    pack = {"budgets": {"images": 2}, "seq_length": 512}
-    run = run_of(tmp_path, records, pack=pack)
-    packed_well(run)
-    found = {row["key"]: row["num_images"] for row in index_rows(run)}
-    assert found == {"many[0:2]": 2, "many[2:4]": 2, "many[4:5]": 1, "few": 1}
-    whole = run_of(tmp_path, records[1:], "whole", pack=pack)
-    assert packed_well(whole) == [("train", ["few"])]
-    assert (open_index(whole).info.split, pack_all(whole).counts.records) == ({}, {})
 
 
 def test_room_for_what_a_layout_adds(tmp_path: Path) -> None:
     """LoongForge's templates keep the newline after the last answer."""
     records = [record(f"c{i}", 9 + i) for i in range(6)]
     run = run_of(tmp_path, records, output={"layout": "loongforge"})
-    packed_well(run)
+    pack_all(run)
+    assert not set_aside_in_plan(run)
+    assert verify(run, deep=True).problems == []
     assert open_index(run).array("num_tokens").max() <= 255
 
 
@@ -281,39 +248,6 @@ def test_records_that_share_an_id(tmp_path: Path) -> None:
     assert re.fullmatch(r"c d c@[0-9a-f]{16}", " ".join(starts))
     assert {row["reason"] for row in set_aside_in_plan(run)} == {"duplicate_key"}
     assert {row["part"]["key"] for row in index_rows(run)} == set(starts)
-
-
-def test_conversations_with_videos(tmp_path: Path) -> None:
-    """Each part has the images and videos of its turns."""
-    write_file(tmp_path / "v.mp4", make_video(6, 56, 56))
-    marks = ["<video>\n<image>", "", "<image>", "<video>", "", ""]
-    texts = [text for i, mark in enumerate(marks) for text in (f"{mark}{i}?", "red " * 120)]
-    media = {"images": ["0.jpg", "1.jpg"], "videos": ["v.mp4", "v.mp4"]}
-    one = {"id": "c", "messages": dialogue(*texts), **media}
-    run = run_of(tmp_path, [one], pack={"seq_length": 512})
-    packed_well(run)
-    turns = {row["key"]: range(*numbers(row["key"])) for row in index_rows(run)}
-    for row in index_rows(run):
-        own = [marks[turn] for turn in turns[row["key"]]]
-        shown = [sum(mark.count(f"<{kind}>") for mark in own) for kind in ("image", "video")]
-        assert [row["num_images"], row["num_videos"]] == shown
-    assert sorted(turn for own in turns.values() for turn in own) == [*range(6)]
-    assert len(turns) > 1
-
-
-def test_several_questions_of_a_record(tmp_path: Path) -> None:
-    """Task vqa is cut in the same way."""
-    asked = [f"{i} of it?" for i in range(9)]
-    one = {"id": "c", "image": "1.jpg", "question": asked, "answer": ["red " * 25] * 9}
-    run = run_of(tmp_path, [one], source={"task": "vqa"})
-    packed_well(run)
-    found = [
-        turn.prompt.replace("<image>", "")
-        for _, sample, _ in samples_of(run)
-        for turn in sample.turns
-    ]
-    assert sorted(found) == asked
-    assert sum(len(media) for _, _, media in samples_of(run)) == 1
 
 
 def ids_of(encoder: Any, sample: SourceSample) -> list[int]:
@@ -397,22 +331,22 @@ def check_against_reference(run: Run, records: list[Record]) -> int:
 
 #: conversations of the exhaustive cases; FUZZED_SAMPLES=2000 takes five CPU minutes
 MANY = int(os.environ.get("FUZZED_SAMPLES", "100"))
-LENGTHS: list[tuple[int, dict[str, Any], int]] = [
-    (256, {"context_turns": 1}, 8),
-    (512, {}, 6),
-    (1024, {"context_turns": 2}, 4),
+LENGTHS: list[tuple[dict[str, Any], str, int]] = [
+    ({"seq_length": 256, "split_turns": {"context_turns": 1}}, "vqa", 8),
+    ({"seq_length": 512, "budgets": {"images": 2}}, "bmr", 6),
+    ({"seq_length": 1024, "split_turns": {"context_turns": 2}}, "bmr", 4),
 ]
 
 
 @pytest.mark.parametrize(
-    ("seq_length", "options", "count"),
+    ("pack", "task", "count"),
     LENGTHS + [pytest.param(*own[:2], MANY, marks=pytest.mark.exhaustive) for own in LENGTHS],
 )
 def test_parts_are_those_of_a_slow_reference(
-    seq_length: int, options: dict[str, Any], count: int, tmp_path: Path
+    pack: dict[str, Any], task: str, count: int, tmp_path: Path
 ) -> None:
-    records = conversations(count, seq_length)
-    run = run_of(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
+    records = conversations(count, pack["seq_length"])
+    run = run_of(tmp_path, records, source={"task": task}, pack=pack)
     assert check_against_reference(run, records) > count
     plan_index(run)
     write_planned(run)
@@ -450,37 +384,6 @@ def run_over(folder: Path, records: list[dict[str, Any]], **sections: Any) -> Ru
     source = {"format": "jsonl", "path": str(folder / "data"), "task": "captioning"}
     pack = {"seq_length": 256, "max_set_aside": 1, **sections.pop("pack", {})}
     return make_run(source, folder / "out", pack=pack, **sections)
-
-
-def shown(sample: SourceSample) -> list[str]:
-    """Texts of a caption, and between them its placeholders."""
-    return split_at_media(sample, sample.turns[0].answer)
-
-
-def test_pictures_stand_where_they_are_named(tmp_path: Path) -> None:
-    """In packs, in verify, in the preview; records whose numbers disagree are set aside."""
-    records = [
-        {"id": "a", "text": "Intro <image> middle <image> end", "images": ["0.jpg", "1.jpg"]},
-        {"id": "b", "text": "Alone", "images": ["2.jpg"]},
-        {"id": "c", "text": "One <image>", "images": ["0.jpg", "1.jpg"]},
-        {"id": "d", "text": "One <image> of none"},
-    ]
-    run = run_over(tmp_path, records)
-    assert outcomes(run) == {
-        "a": "ok",
-        "b": "ok",
-        "c": "image_count_mismatch",
-        "d": "image_count_mismatch",
-    }
-    pack_all(run)
-    assert verify(run, deep=True).problems == []
-    (_, a, media), (_, b, alone) = sorted(samples_of(run), key=lambda one: one[1].key)
-    assert shown(a) == ["Intro ", "<image>", " middle ", "<image>", " end"]
-    assert (media, alone) == (PICTURES[:2], PICTURES[2:3])
-    assert shown(b) == ["Alone"]
-    text = "".join(render_pack(pack) for pack in preview(run))
-    assert re.search(r"Intro .*\[image 6x4.*middle.*\[image 6x6.*end", text, re.DOTALL), text
-    assert "[text: <image>]" not in text
 
 
 def test_long_documents_are_cut(tmp_path: Path) -> None:
@@ -521,7 +424,7 @@ def test_what_takes_no_documents(tmp_path: Path) -> None:
     ]
     for layout in ("loongforge", "llava_onevision"):
         run = run_over(tmp_path / layout, records, output={"layout": layout})
-        pack_all(run)
+        assert pack_all(run).counts.records == {}
         (lost,) = set_aside_in_plan(run)
         assert lost["key"] == "a"
         assert "<image> in an answer or document" in lost["detail"]
@@ -552,16 +455,6 @@ def obelics(folder: Path) -> None:
     pq.write_table(table, folder / "train.parquet")
 
 
-def obelics_lines(folder: Path) -> None:
-    """Lines with names in the place of addresses."""
-    rows = [
-        {"texts": ["Intro.", None, "End."], "images": [None, "0.jpg", None]},
-        {"texts": [None, "Two.", None], "images": ["1.jpg", None, "2.jpg"]},
-    ]
-    write_file(folder / "a.jsonl", lines(rows))
-    pictures(folder)
-
-
 def mmc4(folder: Path) -> None:
     rows = [
         {
@@ -581,24 +474,11 @@ def mmc4(folder: Path) -> None:
     pictures(folder)
 
 
-def ms_swift(folder: Path) -> None:
-    said = ["Intro.<image>End.", "<image>Two.<image>"]
-    names = [["0.jpg"], ["1.jpg", "2.jpg"]]
-    rows = [
-        {"messages": [{"role": "assistant", "content": text}], "images": own}
-        for text, own in zip(said, names, strict=True)
-    ]
-    write_file(folder / "a.jsonl", lines(rows))
-    pictures(folder)
-
-
 @pytest.mark.parametrize(
     ("write", "texts"),
     [
         (obelics, ["Intro.<image>End.", "<image>Two.<image>"]),
-        (obelics_lines, ["Intro.<image>End.", "<image>Two.<image>"]),
         (mmc4, ["Intro. <image>End.", "<image>Two. <image>Three."]),
-        (ms_swift, ["Intro.<image>End.", "<image>Two.<image>"]),
     ],
 )
 def test_data_sets_as_they_are(write: Any, texts: list[str], tmp_path: Path) -> None:
@@ -614,6 +494,9 @@ def test_data_sets_as_they_are(write: Any, texts: list[str], tmp_path: Path) -> 
     samples = sorted(samples_of(run), key=lambda one: texts.index(one[1].turns[0].answer))
     assert [sample.turns[0].answer for _, sample, _ in samples] == texts
     assert [media for *_, media in samples] == [PICTURES[:1], PICTURES[1:3]]
+    text = "".join(render_pack(pack) for pack in preview(run))
+    assert re.search(r"Intro\..*\[image 6x4.*End\.", text, re.DOTALL), text
+    assert "[text: <image>]" not in text
 
 
 def test_addresses_are_refused(tmp_path: Path) -> None:
