@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -104,17 +104,14 @@ class Conversation:
     def __init__(
         self,
         encoder: SampleEncoder,
-        sample: SourceSample,
-        record: Locator,
-        sizes: Sequence[tuple[int, int]],
-        videos: Sequence[VideoHeader],
+        found: "_Found",
         options: SplitTurnsConfig,
         limits: Mapping[str, int],
     ) -> None:
-        """Take the `sizes` (height, width) of the sample's images, its `videos`, and the `limits`
-        of a pack on tokens and other quantities."""
-        self.encoder, self.sample, self.record = encoder, sample, record
-        self.sizes, self.videos, self.options, self.limits = sizes, videos, options, limits
+        """Take a record whose media are known, and a pack's `limits` on tokens and others."""
+        self.encoder, self.options, self.limits = encoder, options, limits
+        self.sample, self.sizes, self.videos = found.sample, found.sizes, found.videos
+        self.record = found.record.locator
         turns = sections(self.sample)
         # A turn may begin with the result of a tool, which the turn before it called.
         speakers = [turn.before[0][0] if turn.before else turn.role for turn in turns]
@@ -226,8 +223,6 @@ def _counts(exchanges: Sequence[Sequence[Turn]], placeholder: str, task: str) ->
     return [0, *accumulate(count_placeholders(own, placeholder, task) for own in exchanges)]
 
 
-Header = TypeVar("Header", ImageHeader, VideoHeader)
-
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
 #: Records that go through each step together, and bytes of their JSON and embedded media. A step
@@ -242,6 +237,8 @@ _MAX_NAME: Final = 200
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
 _NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis", "rated")
+
+_Read = Callable[[BinaryIO], ImageHeader | VideoHeader]
 
 #: Values of a row of the index, or of the set-aside table, by the names of their columns.
 Row = dict[str, Any]
@@ -357,6 +354,16 @@ def _rare_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+class _Medium(NamedTuple):
+    """A medium of a record, with its `hash_medium`, and its hash for `prefix_row`."""
+
+    locator: Locator
+    media_hash: int
+    same: int
+    header: Any
+    extension: str
+
+
 @dataclass(slots=True)
 class _Found:
     """A record on its way to rows of either table. Each step sets fields that later ones read."""
@@ -367,11 +374,8 @@ class _Found:
     #: of the record, or of the parts of a conversation; empty until the last step
     rows: list[Row] = field(default_factory=list)
     sample: SourceSample = field(init=False)
-    #: of each image, then of each video; and its extension
-    media: list[tuple[Locator, str]] = field(init=False)
-    media_hashes: list[int] = field(init=False)
-    #: see prefix_row
-    same_media: list[int] = field(init=False)
+    #: each image, then each video
+    media: list[_Medium] = field(init=False)
     #: (height, width) of each image
     sizes: list[tuple[int, int]] = field(init=False)
     #: mode of each image by its name
@@ -447,35 +451,22 @@ class Measuring:
         found.sample = self.source.sample(found.record, found.key)
 
     def _read_headers(self, found: _Found) -> None:
-        found.media, found.media_hashes, found.same_media = [], [], []
-        found.sizes, found.videos = [], []
         record, sample = found.record, found.sample
-        images = {
-            name: self._header(record, name, self.encoder.image_header)
-            for name in dict.fromkeys(sample.images)
+        images = self._media(record, sample.images, self.encoder.image_header)
+        videos = self._media(record, sample.videos, self.encoder.video_header)
+        found.media = [*images, *videos]
+        found.sizes = [(one.header.height, one.header.width) for one in images]
+        found.modes = {
+            name: one.header.mode for name, one in zip(sample.images, images, strict=True)
         }
-        for name in sample.images:
-            locator, media_hash, same, header = images[name]
-            found.media_hashes.append(media_hash)
-            found.same_media.append(same)
-            found.media.append((locator, image_extension(name, header.format)))
-            found.sizes.append((header.height, header.width))
-        found.modes = {name: header.mode for name, (*_, header) in images.items()}
-        videos = {
-            name: self._header(record, name, self.encoder.video_header)
-            for name in dict.fromkeys(sample.videos)
-        }
-        for name in sample.videos:
-            locator, media_hash, same, video = videos[name]
-            found.media_hashes.append(media_hash)
-            found.same_media.append(same)
-            found.media.append((locator, video_extension(name, video.extension)))
-            found.videos.append(video)
+        found.videos = [one.header for one in videos]
 
-    def _header(
-        self, record: SourceRecord, name: str, read: Callable[[BinaryIO], Header]
-    ) -> tuple[Locator, int, int, Header]:
-        """Place of a medium, its `hash_medium`, its hash for `prefix_row`, and its header."""
+    def _media(self, record: SourceRecord, names: Sequence[str], read: _Read) -> list[_Medium]:
+        """Read the header of each medium, once of one that is named several times."""
+        found = {name: self._medium(record, name, read) for name in dict.fromkeys(names)}
+        return [found[name] for name in names]
+
+    def _medium(self, record: SourceRecord, name: str, read: _Read) -> _Medium:
         locator, file = self.source.open_media(record, name)
         embedded = record.embedded.get(name)
         is_at_hand = is_inline(name) if embedded is None else embedded.data is not None
@@ -488,10 +479,15 @@ class Measuring:
                     file.seek(0)
                 else:
                     same = hash_place(self.task.source_id, locator)
-                return locator, media_hash, same, read(file)
+                header = read(file)
         except SampleError as error:
             where = "in its record" if is_inline(name) else repr(name[:_MAX_NAME])
             raise SampleError(error.reason, f"{where}: {error.detail}") from error
+        if isinstance(header, ImageHeader):
+            extension = image_extension(name, header.format)
+        else:
+            extension = video_extension(name, header.extension)
+        return _Medium(locator, media_hash, same, header, extension)
 
     def _measure(self, found: _Found) -> None:
         found.length = self.encoder.measure(found.sample, found.sizes, found.videos)
@@ -503,22 +499,17 @@ class Measuring:
         of_record = {
             "key_hash": index.key_hash(self.task.source_id, sample.key),
             "content_hash": hash_content(sample, embedded) if record.own_id else 0,
-            "sample_hash": hash_sample(sample, found.media_hashes),
+            "sample_hash": hash_sample(sample, [one.media_hash for one in found.media]),
             "group_hash": hash_group(source, record.content),
             "kept": record.content.get(KEPT) if source.fields.beside else None,
             "source_id": self.task.source_id,
             "task": source.task,
         }
-        parts = self._cut(found)
-        if parts:
+        if parts := self._cut(found):
             self.split += Counter(conversations=1, samples=len(parts))
-            found.rows = [self._part_row(found, of_record, part) for part in parts]
-        else:
-            kept = range(len(found.media))
-            own = sample, found.length, record.locator, kept
-            found.rows = [self._row(found, of_record, *own)]
+        found.rows = [of_record | self._row(found, part) for part in parts or [None]]
         self._diagnosis.add(found.number, record, sample, found.modes)
-        self.num_part_hashed += sum([at.size > HASHED_BYTES for at, _ in found.media])
+        self.num_part_hashed += sum([one.locator.size > HASHED_BYTES for one in found.media])
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
 
     def _cut(self, found: _Found) -> Sequence[Part]:
@@ -530,32 +521,21 @@ class Measuring:
         limits = {**cutting.limits, "tokens": cutting.limits["tokens"] - room}
         if fits(found.sample, found.length, limits):
             return ()
-        own = found.sample, found.record.locator, found.sizes, found.videos
         try:
-            return Conversation(self.encoder, *own, cutting.options, limits).parts()
+            return Conversation(self.encoder, found, cutting.options, limits).parts()
         except SampleError as error:
             why = "it fits no pack, and the chat template writes no part of it"
             raise SampleError("not_in_template", why) from error
 
-    def _part_row(self, found: _Found, of_record: Row, part: Part) -> Row:
-        kept = [i for i, place in enumerate(part.place.media) if place >= 0]
-        sample = part.sample
-        turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
-        size = len(orjson.dumps([sample.system, sample.tools, turns]))
-        at = found.record.locator._replace(size=size)
-        row = self._row(found, of_record, sample, part.length, at, kept)
-        return row | {"part": asdict(part.place)}
-
-    def _row(
-        self,
-        found: _Found,
-        of_record: Row,
-        sample: SourceSample,
-        length: SampleLength,
-        at: Locator,
-        kept: Sequence[int],
-    ) -> Row:
+    def _row(self, found: _Found, part: Part | None) -> Row:
         """Make the row of a sample, which is a record or a part of one with some of its media."""
+        sample, length, at = found.sample, found.length, found.record.locator
+        kept: Sequence[int] = range(len(found.media))
+        if part is not None:
+            sample, length = part.sample, part.length
+            kept = [i for i, place in enumerate(part.place.media) if place >= 0]
+            turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
+            at = at._replace(size=len(orjson.dumps([sample.system, sample.tools, turns])))
         media = [found.media[i] for i in kept]
         prefix, leading, options = length.prefix, list[int](), found.sample.media_options
         if prefix is not None:
@@ -563,7 +543,6 @@ class Measuring:
             leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
         sizes = [found.sizes[i] for i in kept if i < len(found.sizes)]
         return {
-            **of_record,
             "key": sample.key,
             "num_tokens": length.num_tokens,
             "num_loss_tokens": length.num_loss_tokens,
@@ -574,16 +553,15 @@ class Measuring:
             "unfit": self._layout.unfit(sample, sizes, self._model),
             "room": self._layout.added_tokens(sample, length.grid_thw, self._model),
             "grid_thw": [number for grid in length.grid_thw for number in grid],
-            "stamp": sample_stamp(
-                self.source, at, [locator for locator, _ in media], self._time_of
-            ),
+            "stamp": sample_stamp(self.source, at, [one.locator for one in media], self._time_of),
             "json": at,
-            "media": [(*locator, extension) for locator, extension in media],
-            "media_hash": [found.media_hashes[i] for i in kept],
+            "media": [(*one.locator, one.extension) for one in media],
+            "media_hash": [one.media_hash for one in media],
+            "part": None if part is None else asdict(part.place),
             **prefix_row(
                 prefix,
-                [found.media_hashes[i] for i in leading],
-                [found.same_media[i] for i in leading],
+                [found.media[i].media_hash for i in leading],
+                [found.media[i].same for i in leading],
                 [options[i] for i in leading],
             ),
         }

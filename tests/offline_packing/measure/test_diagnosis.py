@@ -1,7 +1,6 @@
 """Content of records that samples lack, told with an example; and how often it is looked for."""
 
 import gzip
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from PIL import Image
 
 from offline_packing.errors import StageError
 from offline_packing.measure import diagnosis
-from offline_packing.measure.diagnosis import estimate, shares_of_first
+from offline_packing.measure.diagnosis import estimate
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan
 from offline_packing.runs.run import Run
-from offline_packing.sources import SourcePart, SourceRecord
+from offline_packing.sources import SourceRecord
 from offline_packing.sources.lost_fields import control_text, lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
@@ -28,10 +27,9 @@ from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
 from tests.helpers.formats import lines, of_lines, write_file
-from tests.helpers.outputs import reopen
-from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.helpers.videos import make_video
+from tests.world import World
 
 #: Instead of the first 4,096.
 NUM_FIRST = 60
@@ -124,14 +122,11 @@ def test_skipped_records_have_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_heading_is_not_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "".join(f"What is {i}?\tIt is {i}.\n" for i in range(NUM_RECORDS))
-    found = []
+    write_file(tmp_path / "a.tsv", f"question\tanswer\n{rows}".encode())
+    source = {"format": "tsv", "path": str(tmp_path / "a.tsv"), "task": "bmr"}
     for size in (70, 1000):
-        write_file(tmp_path / f"{size}.tsv", f"question\tanswer\n{rows}".encode())
-        source = {"format": "tsv", "path": str(tmp_path / f"{size}.tsv"), "task": "bmr"}
-        engine = {"samples_per_part": size}
-        keys = looked_at(monkeypatch, make_run(source, tmp_path / f"out{size}", engine=engine))
-        found.append([key.rpartition(":")[2] for key in keys])
-    assert found[0] == found[1] == [str(i + 2) for i in [*range(NUM_FIRST), *LATER]]
+        run = make_run(source, tmp_path / f"out{size}", engine={"samples_per_part": size})
+        assert looked_at(monkeypatch, run) == [f"a:{i + 2}" for i in [*range(NUM_FIRST), *LATER]]
 
 
 def test_files_whose_records_are_not_counted_share_the_first(
@@ -144,12 +139,6 @@ def test_files_whose_records_are_not_counted_share_the_first(
     keys = looked_at(monkeypatch, make_run(source, tmp_path / "out"))
     expected = [*range(1, 31), 31, 131, 231]
     assert keys == [f"{name}:{i}" for name in "ab" for i in expected]
-
-
-def test_shares_of_the_first() -> None:
-    counts = [3000, None, 3000, None, 5]
-    shares = shares_of_first([SourcePart(None, count) for count in counts])
-    assert shares == [60, 30, -2940, 30, -5940]
 
 
 def test_sources_are_estimated_apart() -> None:
@@ -167,58 +156,21 @@ def test_sources_are_estimated_apart() -> None:
     assert estimate(parts) == ({"x": (3 + (200 - 40) // 4, "a")}, (0, ""))
 
 
-def test_nothing_is_diagnosed_in_the_other_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither texts nor fields of records that are not looked at are gone through."""
-    calls: Counter[str] = Counter()
-
-    def counting(module: Any, name: str) -> None:
-        function = getattr(module, name)
-
-        def counted(*arguments: Any) -> Any:
-            calls[name] += 1
-            return function(*arguments)
-
-        monkeypatch.setattr(module, name, counted)
-
-    for name in ("lost_fields", "control_text", "clipped_images"):
-        counting(diagnosis, name)
-    measure(run_of(tmp_path, [record(i) for i in range(NUM_RECORDS)]))
-    looks = NUM_FIRST + len(LATER)
-    assert calls == dict.fromkeys(("lost_fields", "control_text", "clipped_images"), looks)
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ("loongforge", [None, "text that spells control tokens, nor <image> in an answer"]),
-        ("llava_onevision", ["sample without exactly one image"] * 2),
-    ],
-)
-def test_an_index_of_another_layout_is_not_taken_for_one_with_rules(
-    layout: str, expected: list[str | None], tmp_path: Path
-) -> None:
+def test_an_index_of_another_layout_is_not_taken_for_one_with_rules(tmp_path: Path) -> None:
     records = [record(0), record(1, answer=f"So {CONTROL}")]
     samples = measure(run_of(tmp_path, records, "vqa"))
     assert samples.table("unfit")["unfit"].null_count == 2
-    other = run_of(tmp_path, records, "vqa", output={"layout": layout})
-    with pytest.raises(StageError, match=rf"index\.layout was not set, is '{layout}'; .*overwrite"):
+    other = run_of(tmp_path, records, "vqa", output={"layout": "loongforge"})
+    with pytest.raises(
+        StageError, match=r"index\.layout was not set, is 'loongforge'; .*overwrite"
+    ):
         measure(other)
-    with pytest.raises(StageError, match=f"not measured for layout {layout}; run measure again"):
+    with pytest.raises(StageError, match="not measured for layout loongforge; run measure again"):
         make_plan(other, samples)
-    output = {"layout": layout, "overwrite": True}
+    output = {"layout": "loongforge", "overwrite": True}
     again = measure(run_of(tmp_path, records, "vqa", output=output))
-    assert again.table("unfit")["unfit"].to_pylist() == expected
-
-
-def test_the_layout_belongs_to_the_fingerprint_of_an_unfinished_index(tmp_path: Path) -> None:
-    records = [record(0)]
-    run = run_of(tmp_path, records)
-    measure(run)
-    reopen(run)
-    with pytest.raises(StageError, match=r"the unfinished index .* index\.layout was not set"):
-        measure(run_of(tmp_path, records, output={"layout": "loongforge"}))
+    tags = "text that spells control tokens, nor <image> in an answer"
+    assert again.table("unfit")["unfit"].to_pylist() == [None, tags]
 
 
 def told(
@@ -237,6 +189,7 @@ def told(
 
 ASKED = {"question": "What?", "answer": "This."}
 CALLED = "field {!r} holds {} that no sample uses"
+PICTUR = "source.fields.images=pictur is not in the record"
 
 
 @pytest.mark.parametrize(
@@ -270,45 +223,22 @@ def test_content_of_other_fields(content: dict[str, Any], kind: str, names: str)
 @pytest.mark.parametrize(
     ("content", "options", "expected"),
     [
-        (
-            {"caption": "A cat.", "text": "A dog.", "system": "Be brief."},
-            {"task": "captioning"},
-            [CALLED.format("system", "text"), CALLED.format("text", "text")],
-        ),
-        (
-            {"q": "What?", "answer": "This."},
-            {"task": "captioning"},
-            [
-                "field 'answer' is trained as a caption; where is its question?",
-                CALLED.format("q", "text"),
-            ],
-        ),
-        (
-            {**ASKED, "context": "A passage.", "choices": ["a", "b"], "label": False},
-            {},
-            [
-                "field 'choices' is not shown beside 'question'",
-                "field 'context' is not shown beside 'question'",
-                "records say label: false, as preferences mark bad answers",
-            ],
-        ),
-        (
-            {"messages": dialogue("<ImageHere><ImageHere>What?", "This."), "image": "a.jpg"},
-            {},
-            ["prompts hold '<ImageHere>' as text; media are marked by <image>"],
-        ),
-        (
-            {"messages": dialogue("![](gone.jpg)What?", "This: ![](gone.jpg)")},
-            {},
-            ["prompts hold pictures as text that are neither data: URIs nor files of image_root"],
-        ),
-        (
-            {**ASKED, "images": []},
-            {"paired": ("k.jpg",)},
-            ["files beside their record are used by no sample: it says that it has none"],
-        ),
+        ({"caption": "A cat.", "text": "A dog.", "system": "Be brief."}, {"task": "captioning"},
+         [CALLED.format("system", "text"), CALLED.format("text", "text")]),
+        ({"q": "What?", "answer": "This."}, {"task": "captioning"},
+         ["field 'answer' is trained as a caption; where is its question?",
+          CALLED.format("q", "text")]),
+        ({**ASKED, "context": "A passage.", "choices": ["a", "b"], "label": False}, {},
+         [*(f"field {name!r} is not shown beside 'question'" for name in ("choices", "context")),
+          "records say label: false, as preferences mark bad answers"]),
+        ({"messages": dialogue("<ImageHere><ImageHere>What?", "This."), "image": "a.jpg"}, {},
+         ["prompts hold '<ImageHere>' as text; media are marked by <image>"]),
+        ({"messages": dialogue("![](gone.jpg)What?", "This: ![](gone.jpg)")}, {},
+         ["prompts hold pictures as text that are neither data: URIs nor files of image_root"]),
+        ({**ASKED, "images": []}, {"paired": ("k.jpg",)},
+         ["files beside their record are used by no sample: it says that it has none"]),
     ],
-)
+)  # fmt: skip
 def test_texts_that_are_not_shown(
     content: dict[str, Any], options: dict[str, Any], expected: list[str]
 ) -> None:
@@ -319,30 +249,26 @@ def test_texts_that_are_not_shown(
     ("fields", "images", "lost"),
     [
         ({"question": "q"}, ("a.jpg",), []),
-        ({"question": "q", "images": "pictur"}, (), ["source.fields.images=pictur is not in the "]),
-        ({"question": "q", "images": "more"}, ("b.jpg",), []),
+        (
+            {"question": "q", "images": "pictur"},
+            (),
+            [PICTUR],
+        ),
+        ({"question": "q", "images": "more[0].at"}, ("b.jpg",), []),
         ({"question": "q", "id": "image"}, ("a.jpg",), []),
     ],
 )
 def test_a_mapping_overlays_the_default_names(
     fields: dict[str, str], images: tuple[str, ...], lost: list[str]
 ) -> None:
-    content = {"q": "What?", "answer": "This.", "image": "a.jpg"}
-    if "more" in fields.values():
-        content["more"] = "b.jpg"
+    content: dict[str, Any] = {"q": "What?", "answer": "This.", "image": "a.jpg"}
+    if "more[0].at" in fields.values():
+        content["more"] = [{"at": "b.jpg"}]
     names = FieldMap(fields)
     sample = to_sample(names.apply(content), "k", "vqa")
     assert (sample.turns[0].prompt, sample.turns[0].answer) == ("What?", "This.")
     assert sample.images == images
-    assert [
-        line[: len(start)] for line, start in zip(told(content, fields=fields), lost, strict=True)
-    ] == lost
-
-
-def test_a_missing_field_has_the_name_of_its_option() -> None:
-    names = FieldMap({"group": "dok", "images": "pictur"})
-    missing = names.missing(names.apply({"question": "What?", "doc": 1}))
-    assert missing == ["source.fields.group=dok", "source.fields.images=pictur"]
+    assert told(content, fields=fields) == lost
 
 
 def test_a_caption_that_is_named_has_no_prompt() -> None:
@@ -444,7 +370,7 @@ def test_calls_need_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4v"])
-def test_thoughts_that_the_template_leaves_out(family: str, tmp_path: Path) -> None:
+def test_thoughts_that_the_template_leaves_out(family: str, world: World, tmp_path: Path) -> None:
     """Each sample once: thoughts of earlier turns, in an answer and in a field of its own."""
 
     def turns(*thoughts: str | None) -> list[dict[str, Any]]:
@@ -459,8 +385,7 @@ def test_thoughts_that_the_template_leaves_out(family: str, tmp_path: Path) -> N
         {"id": "none", "messages": dialogue("q", "a") + dialogue("r", "b")},
         {"id": "last", "messages": turns("t")},
     ]
-    save_tokenizer(family, tmp_path / family)
-    model = {"family": family, "processor": str(tmp_path / family), "max_pixels": 10**6}
+    model = {"family": family, "processor": str(world.tokenizer(family)), "max_pixels": 10**6}
     info = measure(run_of(tmp_path, records, model=model)).info
     assert info.num_set_aside == 0
     assert info.warnings == [

@@ -17,11 +17,11 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import check_set_aside as check_media
-from offline_packing.storage.receipts import receipt_path
-from offline_packing.verify.verify import discard, verify
+from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
+    image_bytes,
     index_rows,
     make_config,
     make_run,
@@ -37,9 +37,10 @@ from tests.helpers.formats import (
     of_lines,
     parquet,
     webdataset,
+    write_file,
 )
 from tests.helpers.long_conversations import conversations, run_of
-from tests.helpers.outputs import files_of, flip_byte, lose_receipt, packs_of, shard_files
+from tests.helpers.outputs import files_of, flip_byte, packs_of, shard_files
 from tests.helpers.shared_media import MODEL, shared_media
 from tests.world import World
 
@@ -234,13 +235,11 @@ def test_cut_conversations(tmp_path: Path) -> None:
     pack_all(cut)
     index = {"format": "index", "path": str(cut.workspace.root)}
     splits = {**pack, "on_overlong": "split_turns"}
-    for other, what in (
-        (pack, r"pack\.on_overlong was 'split_turns', is not set"),
-        ({**splits, "seq_length": 512}, r"pack\.seq_length was 256, is 512"),
-        ({**splits, "split_turns": {"context_turns": 1}}, r"pack\.split_turns was"),
-    ):
-        with pytest.raises(StageError, match=rf"the index of .*all cannot be used.*{what}"):
-            measure(make_run(index, tmp_path / "stage", pack=other))
+    other = {**splits, "seq_length": 512, "split_turns": {"context_turns": 1}}
+    with pytest.raises(StageError, match=r"the index of .*all cannot be used") as error:
+        measure(make_run(index, tmp_path / "stage", pack=other))
+    assert "pack.seq_length was 256, is 512" in str(error.value)
+    assert "pack.split_turns was" in str(error.value)
     made = packed_run({**index, "name": "x"}, tmp_path / "stage", pack=splits)
     assert open_index(made).info.split == open_index(cut).info.split
     for row, old in zip(index_rows(made), index_rows(cut), strict=True):
@@ -327,28 +326,7 @@ def test_what_changed_since(world: World, tmp_path: Path) -> None:
     with (moved / "more.jsonl").open("wb") as file:
         file.write(lines([{"id": "new", "messages": dialogue("What?", "It.")}]))
     pack_all(made)
-    # A lost part is copied again, and not from a damaged one.
-    lost, there = (run.workspace.index / part_name(1) for run in (made, own))
-    content = lost.read_bytes()
-    lost.unlink()
-    measure(made)
-    assert lost.read_bytes() == content
-    lost.write_bytes(b"damaged")
-    discard(made)
-    pack_all(made)
-    assert lost.read_bytes() == content
-    lose_receipt(made)  # and its copy; the plan knows the index
-    pack_all(made)
-    assert verify(made, deep=True).ok
-    receipt_path(own.workspace.packing, "measure").unlink()
-    away = make_run(
-        {**source, "path": str(moved.rename(tmp_path / "away") / "chat.jsonl")},
-        own.workspace.root,
-        **sections(),
-    )
-    pack_all(away)
-    (tmp_path / "away").rename(moved)
-    pack_all(made)
+    there = own.workspace.index / part_name(1)
     kept = there.read_bytes()
     there.write_bytes(kept[:-9])
     with pytest.raises(DamagedError, match=r"part-00001\.parquet is not as it was measured"):
@@ -360,35 +338,25 @@ def test_what_changed_since(world: World, tmp_path: Path) -> None:
     pack_all(make_run(source, own.workspace.root, **other))
     with pytest.raises(StageError, match=r"source\.0\.listing: .*all has another index now"):
         measure(stage(own, tmp_path / "stage", **smaller))
-    # The images are gone.
-    shutil.move(moved / "images", tmp_path / "elsewhere")
-    with pytest.raises(StageError, match=r"restore it|no longer|missing"):
-        pack_all(stage(own, tmp_path / "third", **smaller))
 
 
 def test_pictures_of_two_indexes_are_apart(tmp_path: Path) -> None:
     """Prefix trees join samples of one picture; equal places in two folders are two pictures."""
     share = {"model": MODEL, "pack": {"seq_length": 1024, "share_prefixes": True}}
     runs = []
-    for number in range(2):
-        root = tmp_path / f"data{number}"
+    for i in range(2):
+        root = tmp_path / f"data{i}"
         source = shared_media(root, (12, 0, 0), (1, 0), sides=[112])
-        if number:  # the same size and first bytes, as is all that is hashed of it
-            picture = root / "0.jpg"
-            data = bytearray(picture.read_bytes())
-            data += b"\0" * (1 << 15)
-            picture.write_bytes(data)
-            other = tmp_path / "data0" / "0.jpg"
-            other.write_bytes(bytes(data[:-1]) + b"\1")
-            measure(run0 := make_run({**runs[0]}, tmp_path / "all0", **share))
-        runs.append(source)
-    measure(run1 := make_run(runs[1], tmp_path / "all1", **share))
-    rows = [index_rows(run)[0] for run in (run0, run1)]
+        runs.append(make_run(source, tmp_path / f"all{i}", **share))
+        # The same size and first bytes, as is all that is hashed of it.
+        write_file(root / "0.jpg", image_bytes(112, 112) + bytes(1 << 15) + bytes([i]))
+        measure(runs[i])
+    rows = [index_rows(run)[0] for run in runs]
     assert rows[0]["prefix_hash"] == rows[1]["prefix_hash"]
     assert rows[0]["prefix_media"] == rows[1]["prefix_media"]
     taken = [
         {"format": "index", "path": str(run.workspace.root), "name": f"s{i}"}
-        for i, run in enumerate((run0, run1))
+        for i, run in enumerate(runs)
     ]
     made = packed_run(taken, tmp_path / "stage", **share)
     media = {(row["source_id"], row["prefix_media"]) for row in index_rows(made)}

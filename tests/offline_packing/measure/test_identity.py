@@ -1,6 +1,5 @@
 """Samples of one id, copies of samples, and samples that other outputs hold."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,35 +29,6 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.formats import lines, of_lines, tar_bytes, write_file
 
-NUM_KINDS = 3  # conversation, detail, complex
-
-
-def llava_records(num_images: int = 4) -> list[dict[str, Any]]:
-    """Three conversations on each image, one kind after another as in LLaVA-Instruct-150K."""
-    return [
-        {
-            "id": f"{number:012d}",
-            "image": f"{number:012d}.jpg",
-            "conversations": [
-                {"from": "human", "value": f"<image>\nQuestion {kind}"},
-                {"from": "gpt", "value": "An answer."},
-            ],
-        }
-        for kind in range(NUM_KINDS)
-        for number in range(num_images)
-    ]
-
-
-def write_llava(root: Path, records: list[dict[str, Any]], name: str = "a.json") -> None:
-    write_file(root / name, json.dumps(records).encode())
-    for record in records:
-        write_file(root / record["image"], image_bytes())
-
-
-def llava_run(tmp_path: Path, out: str = "out", **engine: int) -> Run:
-    source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa"}
-    return make_run(source, tmp_path / out, engine=engine)
-
 
 def keys_of(run: Run) -> list[str]:
     table = open_index(run).table("key", "key_hash", "source_id")
@@ -68,15 +38,22 @@ def keys_of(run: Run) -> list[str]:
     return keys
 
 
-def index_bytes(run: Run) -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(run.workspace.index.glob("part-*")))
+def record(key: str, image: str = "0.jpg", text: str = "What?", **more: Any) -> dict[str, Any]:
+    return {"id": key, "image": image, "question": text, "answer": "A cat.", **more}
+
+
+def run_of(folder: Path, records: list[dict[str, Any]], size: int = 16) -> Run:
+    write_file(folder / "0.jpg", image_bytes(56, 56))
+    source = of_lines(folder / "a.jsonl", records)
+    return make_run(source, folder / f"out{size}", engine={"samples_per_part": size})
 
 
 def test_keys_do_not_depend_on_parts(tmp_path: Path) -> None:
-    records = [*llava_records(), llava_records()[5]]
-    write_llava(tmp_path / "data", records)
-    measure(run := llava_run(tmp_path, samples_per_part=5))
-    measure(other := llava_run(tmp_path, "one", samples_per_part=4096))
+    """Three questions on each image, one kind after another as in LLaVA-Instruct-150K."""
+    records = [record(f"{i}", text=f"Question {kind}") for kind in range(3) for i in range(4)]
+    records.append(records[5])
+    measure(run := run_of(tmp_path, records, 5))
+    measure(other := run_of(tmp_path, records, 4096))
     assert (keys := keys_of(run)) == keys_of(other)
     assert keys[:4] == [record["id"] for record in records[:4]]
     assert [key.partition("@")[0] for key in keys] == [record["id"] for record in records]
@@ -94,15 +71,6 @@ def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
     run = make_run(source, tmp_path / "out")
     counts = pack_all(run).counts
     assert (counts.packed, counts.set_aside) == (2, {"duplicate_key": 1})
-
-
-def record(key: str, image: str = "0.jpg", text: str = "What?", **more: Any) -> dict[str, Any]:
-    return {"id": key, "image": image, "question": text, "answer": "A cat.", **more}
-
-
-def run_of(folder: Path, records: list[dict[str, Any]]) -> Run:
-    write_file(folder / "0.jpg", image_bytes(56, 56))
-    return make_run(of_lines(folder / "a.jsonl", records), folder / "out")
 
 
 def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:

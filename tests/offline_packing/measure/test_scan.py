@@ -1,13 +1,11 @@
 """Scanning and measuring of parts: every record once, in one order, however they are cut, with few
 media in memory at a time; the index as others read it; and what changed in files since."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,6 +25,10 @@ from tests.helpers import formats
 from tests.helpers.accounting import measuring_of, open_one
 from tests.helpers.datasets import captioning_pairs, make_run
 
+OFTEN = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
 
 def jsonl(path: Path, **options: str) -> Source:
     return open_source({"format": "jsonl", "path": str(path), "task": "bmr", **options})
@@ -40,9 +42,7 @@ def records(source: Source, samples_per_part: int) -> list[SourceRecord]:
     return [record for rows in found for record in rows]
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
-)
+@OFTEN
 @given(
     lines=st.lists(
         st.sampled_from(['{"id": 1}', "", "  ", "broken", '{"a": "é\\n"}']), max_size=30
@@ -71,23 +71,12 @@ def test_jsonl_parts_equal_the_lines(
     assert [r.key for r in found if r.key != "1"] == [f"a:{n}" for n in numbers]
 
 
-def test_jsonl_folder(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "sub/a.jsonl", "a.jsonl", "notes.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"a": 1}\n')
-    keys = [record.key for record in records(jsonl(tmp_path), 10)]
-    assert keys == ["a:1", "b:1", "sub/a:1"]
-
-
 def test_jsonl_image_root(tmp_path: Path) -> None:
     for folder in ("images", "text"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "x.jpg").write_text(folder)
-    (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"images": ["x.jpg"]}))
-    path = tmp_path / "text" / "a.jsonl"
-    beside = jsonl(path)
-    elsewhere = jsonl(path, image_root=str(tmp_path / "images"))
-    for source, folder in ((beside, "text"), (elsewhere, "images")):
+        formats.write_file(tmp_path / folder / "x.jpg", folder.encode())
+    formats.write_file(path := tmp_path / "text/a.jsonl", b'{"images": ["x.jpg"]}')
+    for root, folder in (({}, "text"), ({"image_root": str(tmp_path / "images")}, "images")):
+        source = jsonl(path, **root)
         (record,) = records(source, 10)
         with source.open_media(record, "x.jpg")[1] as image:
             assert image.read().decode() == folder
@@ -105,9 +94,7 @@ PAIR_NAMES = st.builds(
 
 def make_pairs(root: Path, names: list[str]) -> Source:
     for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
+        formats.write_file(root / name, b"{}")
     return open_source({"format": "pairs", "path": str(root), "task": "captioning"})
 
 
@@ -129,9 +116,7 @@ def test_pairs_by_stem(tmp_path: Path) -> None:
     assert source.scan(2).unpaired_media.tolist() == [container_hash(b"lonely.jpg")]
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None
-)
+@OFTEN
 @given(
     names=st.sets(PAIR_NAMES, max_size=30),
     chunk=st.integers(1, 5),
@@ -180,13 +165,6 @@ def test_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     assert jsonl(path).scan(10).fingerprint != before
 
 
-def test_missing_source(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"source path .*nowhere' does not exist"):
-        open_source({"format": "pairs", "path": str(tmp_path / "nowhere"), "task": "vqa"})
-    with pytest.raises(StageError, match=r"holds no \*\.jsonl"):
-        jsonl(tmp_path).scan(10)
-
-
 def test_very_many_parts_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,40 +176,15 @@ def test_very_many_parts_are_a_warning(
     assert "8 parts write several files each; raise engine.samples_per_part 1" in caplog.text
 
 
-#: Of the records, every seventh has an empty answer.
-NUM_RECORDS = 100
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    folder = tmp_path_factory.mktemp("data")
-    for i in range(NUM_RECORDS):
-        answer = "" if i % 7 == 0 else f"Answer {i}."
-        record = {"id": str(i), "question": "What?", "answer": answer}
-        (folder / f"{i:03d}.json").write_bytes(orjson.dumps(record))
-    return open_one({"format": "pairs", "path": str(folder)}, Path(folder))
-
-
-def read_all(source: Source) -> list[SourceRecord]:
-    (part,) = source.scan(1000).parts
-    return [replace(record, paired_media=None) for record in source.records(part)]
-
-
-def test_rows_are_in_the_order_of_the_records(source: Source) -> None:
-    found = read_all(source)
-    rows = list(measuring_of(source).rows(enumerate(found)))
-    assert [row["key"] for row in rows] == [record.key for record in found]
-    measured = ["reason" not in row for row in rows]
-    assert measured == [i % 7 != 0 for i in range(NUM_RECORDS)]
-
-
 @pytest.mark.parametrize(("num_bytes", "most"), [(0, 32), (1 << 20, 16), (20 << 20, 1)])
 def test_media_in_records_are_held_within_a_limit(
-    source: Source, num_bytes: int, most: int
+    tmp_path: Path, num_bytes: int, most: int
 ) -> None:
-    found = read_all(source)[:40]
+    rows = [{"question": "What?", "answer": f"{i}."} for i in range(40)]
+    source = open_one(formats.of_lines(tmp_path / "a.jsonl", rows), tmp_path)
+    (part,) = source.scan(1000).parts
+    found, drawn = list(source.records(part)), 0
     medium = Embedded(found[0].locator, bytes(num_bytes))
-    drawn = 0
 
     def draw() -> Iterator[SourceRecord]:
         nonlocal drawn
@@ -259,13 +212,6 @@ def test_an_error_holds_nothing_of_its_record() -> None:
 Entry = tuple[str, int, int]
 
 
-def order(container: bytes) -> bytes:
-    """By this key files are in the order in which they are listed."""
-    folder, slash, name = container.rpartition(b"/")
-    # Files stand before the folders beside them: the file after two zeros, a folder after 0, 1.
-    return (slash + folder).replace(b"/", b"\0\1") + b"\0\0" + listing.to_key(name)
-
-
 class Listed(PairsSource):
     """A source whose files are said, not read."""
 
@@ -274,7 +220,7 @@ class Listed(PairsSource):
         self._entries = entries
 
     def entries(self) -> Iterator[Entry]:
-        return iter(sorted(self._entries, key=lambda entry: order(os.fsencode(entry[0]))))
+        return iter(sorted(self._entries))
 
 
 @pytest.fixture(scope="module")
@@ -282,20 +228,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("root")
 
 
-#: In the order of listings: files before the folders beside them, stems as wholes.
-NAMES = ["z", "a.json", "a.jpg", "a-.json", "b", "a/a", "a/b.json", "a/b/c", "a-/a"]
+def test_files_are_listed_before_folders_and_by_stem(tmp_path: Path) -> None:
+    names = ["a.jpg", "a.json", "a-.json", "b", "z", "a/a", "a/b.json", "a/b/c", "a-/a"]
+    for name in names:
+        formats.write_file(tmp_path / name, b"")
+    assert [name for name, *_ in listing.walk(MediaRoot(tmp_path))] == names
 
 
-def test_order_is_that_of_a_listing(tmp_path: Path) -> None:
-    for name in NAMES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    listed = [os.fsencode(name) for name, *_ in listing.walk(MediaRoot(tmp_path))]
-    assert set(map(os.fsdecode, listed)) == set(NAMES)
-    assert sorted(listed, key=order) == listed
-
-
-@settings(max_examples=100, deadline=None)
+@OFTEN
 @given(
     was=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), max_size=6),
     now=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), max_size=6),
@@ -326,7 +266,7 @@ def test_changes_are_counted_by_kind(root: Path, was: dict[str, int], now: dict[
 
 def test_names_need_not_be_utf8(root: Path) -> None:
     save_files(root, [Listed(root, [("a.json", 1, 1)])], [Scan((), "")])
-    now = Listed(root, [(os.fsdecode(b"\xff.json"), 2, 2), ("a.json", 1, 1)])
+    now = Listed(root, [("a.json", 1, 1), (os.fsdecode(b"\xff.json"), 2, 2)])
     assert describe_changes(root / "source-00000.parquet", now) == "1 added ('\\udcff.json')"
 
 

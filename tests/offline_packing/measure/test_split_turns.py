@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import yaml
 
-from offline_packing.cli.starter import render_config
-from offline_packing.config.packing import parse_config
-from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.export.export import export
 from offline_packing.measure.measure import measure, preview_measure
@@ -28,26 +22,21 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import list_set_aside
 from offline_packing.sources.base import ConversationPart
-from offline_packing.sources.recognise import recognise
 from offline_packing.storage.files import read_json
 from offline_packing.verify.verify import render_result, verify
 from task_encoders.records.record import to_sample
-from task_encoders.samples import SampleError, SourceSample, split_at_media
+from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
     WORDS,
     dialogue,
     image_bytes,
     index_rows,
-    make_config,
-    make_run,
-    outcomes,
     pack_all,
     packed_run,
     plan_index,
     plan_summary,
     write_planned,
 )
-from tests.helpers.formats import lines, write_file
 from tests.helpers.long_conversations import (
     SIZES,
     Record,
@@ -58,9 +47,8 @@ from tests.helpers.long_conversations import (
     spoken,
     whole_samples,
 )
-from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
-from tests.helpers.tiny_families import save_tokenizer
-from tests.helpers.videos import make_video
+from tests.helpers.outputs import samples_of, set_aside_in_plan
+from tests.world import World
 
 
 def test_what_is_said_of_it(tmp_path: Path) -> None:
@@ -77,26 +65,15 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     line = f"{cut} were cut into {len(rows)} samples"
     assert f"too long              {line}\n" in plan_summary(packed)
     report(packed)
-    assert (
-        read_json(packed.workspace.report / "report.json")["figures"]["samples"]["too long"] == line
-    )
-    assert line in (packed.workspace.report / "report.html").read_text()
+    found = read_json(packed.workspace.report / "report.json")
+    assert found["figures"]["samples"]["too long"] == line
     counts = read_json(packed.workspace.manifest)["counts"]
     lost = [row["key"] for row in set_aside_in_plan(packed)]
     whole = [key for key in lost if "[" not in key]
     assert whole == ["alone"] != lost
-    details = [row["detail"] for row in set_aside_in_plan(packed)]
-    assert all(re.fullmatch(r"\d+ tokens > seq_length 256", one) for one in details)
-    assert counts["records"] == {
-        "read": len(records),
-        "packed": len(records) - len(whole),
-        "set_aside": len(whole),
-    }
+    assert counts["records"] == {"read": 12, "packed": 11, "set_aside": 1}
     assert counts["samples"] == counts["packed"] + len(lost) == info.num_samples
-    texts = [render_pack(pack) for pack in preview(packed, num_packs=3)]
-    assert re.search(r"c\d+\[\d+:\d+\]", "".join(texts))
-    shown, kept = render_result(verify(packed), deep=False), len(records) - len(whole)
-    assert f"{len(records)} = {kept} in packs + {len(whole)} set aside" in shown
+    assert "12 = 11 in packs + 1 set aside" in render_result(verify(packed), deep=False)
     told = ", and cut conversations and documents that fit no pack\n"
     assert preview_measure(run_of(tmp_path, records, "new")).endswith(told)
 
@@ -142,11 +119,11 @@ CALLED = {
 
 
 @pytest.mark.parametrize("context_turns", [0, 1])
-def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
+def test_tools_and_thoughts(context_turns: int, world: World, tmp_path: Path) -> None:
     """A result stays with its call. Of a part the last thoughts are shown, as its template does."""
-    save_tokenizer("qwen3_5", checkpoint := tmp_path / "checkpoint")
     pack = {"seq_length": 1200, "split_turns": {"context_turns": context_turns}}
-    model = {"family": "qwen3_5", "processor": str(checkpoint), "min_pixels": 3136}
+    processor = str(world.tokenizer("qwen3_5"))
+    model = {"family": "qwen3_5", "processor": processor, "min_pixels": 3136}
     run = run_of(tmp_path, [CALLED], pack=pack, model=model)
     pack_all(run)
     assert verify(run, deep=True).problems == []
@@ -167,48 +144,28 @@ def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
         assert len(shown) in (0, 2 * context_turns)
 
 
-CUT = {"on_overlong": "split_turns"}
-
-
 @pytest.mark.parametrize(
-    ("pack", "others", "message"),
+    ("context_turns", "sections", "message"),
     [
-        ({"split_turns": {"context_turns": 2}}, {}, "split_turns has no effect with"),
-        (CUT, {"model": {"loss_on": "last"}}, "loss_on=last"),
+        (2, {"pack": {"on_overlong": "set_aside"}}, "split_turns has no effect with"),
+        (0, {"model": {"loss_on": "last"}}, "loss_on=last"),
         (
-            {**CUT, "split_turns": {"context_turns": 2}},
+            2,
             {"output": {"layout": "loongforge"}},
             "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
         ),
-        (
-            {**CUT, "split_turns": {"context_turns": 1}},
-            {"task": "captioning"},
-            "all text of a document is trained",
-        ),
+        (1, {"source": {"task": "captioning"}}, "all text of a document is trained"),
     ],
 )
 def test_what_is_refused(
-    pack: dict[str, Any], others: dict[str, Any], message: str, tmp_path: Path
+    context_turns: int, sections: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    source = {"format": "jsonl", "path": "a.jsonl", "task": others.get("task", "bmr")}
-    sections = {name: one for name, one in others.items() if name != "task"}
+    pack = {"split_turns": {"context_turns": context_turns}, **sections.pop("pack", {})}
     with pytest.raises(ConfigError, match=message):
-        make_config(source, tmp_path, pack=pack, **sections)
+        run_of(tmp_path, [], pack=pack, **sections)
 
 
-def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
-    """A conversation of some 40 tokens per turn; a picture in front of each of the first turns."""
-    marks = ["<image>"] * len(pictures) + [""] * num_turns
-    texts = [text for i in range(num_turns) for text in (f"{marks[i]}{i} of {key}?", "red " * 25)]
-    return {"id": key, "messages": dialogue(*texts), "images": list(pictures), **more}
-
-
-def packed_well(run: Run) -> list[tuple[str, list[str]]]:
-    """Pack, and check that all is right; (split, keys) of each pack."""
-    pack_all(run)
-    assert verify(run, deep=True).problems == []
-    assert not set_aside_in_plan(run)
-    return packs_of(run) if run.config.output.layout == "energon" else []
+NINE = [25] * 9
 
 
 def test_conversations_whose_parts_no_template_takes(
@@ -223,55 +180,26 @@ def test_conversations_whose_parts_no_template_takes(
         return take(part, sample)
 
     monkeypatch.setattr(ConversationPart, "take", refuse)
-    records = [record("no", 9), record("yes", 9), record("short", 1)]
-    run = run_of(tmp_path, records)
-    manifest = pack_all(run)
+    run = run_of(tmp_path, [spoken(*NINE, key="no"), spoken(*NINE, key="yes"), spoken(1)])
+    assert pack_all(run).counts.records == {"read": 3, "packed": 2, "set_aside": 1}
     (line,) = list_set_aside(run)
-    why = "it fits no pack, and the chat template writes no part of it"
     assert line.split("\t")[::2] == ["no", "not_in_template"]
-    assert line.endswith(f"\t{why}\n")
-    assert manifest.counts.records == {"read": 3, "packed": 2, "set_aside": 1}
-    assert "not_in_template       1\n" in plan_summary(run)
-
-
-def test_new_conversations(tmp_path: Path) -> None:
-    """source.skip knows a record by any of its parts; these belong to packs of one length."""
-    records = [record(f"c{i}", 9) for i in range(4)]
-    old = run_of(tmp_path, records[:3], "old")
-    packed_well(old)
-    write_file(tmp_path / "a.jsonl", lines(records))
-    new = run_of(tmp_path, records, "new", source={"skip": [str(old.workspace.root)]})
-    info = measure(new).info
-    assert info.num_skipped == 3
-    assert {row["part"]["key"] for row in index_rows(new)} == {"c3"}
-    with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
-        measure(run_of(tmp_path, records, "old", pack={"seq_length": 300}))
-
-
-def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
-    """A conversation with more images than a pack may hold is cut; others are not."""
-    records = [record("many", 5, *(f"{i % 4}.jpg" for i in range(5))), record("few", 2, "0.jpg")]
-    pack = {"budgets": {"images": 2}, "seq_length": 512}
-    run = run_of(tmp_path, records, pack=pack)
-    packed_well(run)
-    found = {row["key"]: row["num_images"] for row in index_rows(run)}
-    assert found == {"many[0:2]": 2, "many[2:4]": 2, "many[4:5]": 1, "few": 1}
-    whole = run_of(tmp_path, records[1:], "whole", pack=pack)
-    assert packed_well(whole) == [("train", ["few"])]
-    assert (open_index(whole).info.split, pack_all(whole).counts.records) == ({}, {})
+    assert line.endswith("\tit fits no pack, and the chat template writes no part of it\n")
 
 
 def test_room_for_what_a_layout_adds(tmp_path: Path) -> None:
     """LoongForge's templates keep the newline after the last answer."""
-    records = [record(f"c{i}", 9 + i) for i in range(6)]
+    records = [spoken(*NINE, *[25] * i, key=f"c{i}") for i in range(6)]
     run = run_of(tmp_path, records, output={"layout": "loongforge"})
-    packed_well(run)
+    pack_all(run)
+    assert not set_aside_in_plan(run)
+    assert verify(run, deep=True).problems == []
     assert open_index(run).array("num_tokens").max() <= 255
 
 
 def test_records_that_share_an_id(tmp_path: Path) -> None:
     """Their parts have keys of their own; those of a copy are duplicates."""
-    records = [record("c", 9), record("d", 9), {**record("x", 9), "id": "c"}]
+    records = [spoken(*NINE), spoken(*NINE, key="d"), spoken(*NINE, 3)]
     run = run_of(tmp_path, [*records, records[0]])
     counts = pack_all(run).counts
     assert verify(run, deep=True).problems == []
@@ -283,211 +211,102 @@ def test_records_that_share_an_id(tmp_path: Path) -> None:
     assert {row["part"]["key"] for row in index_rows(run)} == set(starts)
 
 
-def test_conversations_with_videos(tmp_path: Path) -> None:
-    """Each part has the images and videos of its turns."""
-    write_file(tmp_path / "v.mp4", make_video(6, 56, 56))
-    marks = ["<video>\n<image>", "", "<image>", "<video>", "", ""]
-    texts = [text for i, mark in enumerate(marks) for text in (f"{mark}{i}?", "red " * 120)]
-    media = {"images": ["0.jpg", "1.jpg"], "videos": ["v.mp4", "v.mp4"]}
-    one = {"id": "c", "messages": dialogue(*texts), **media}
-    run = run_of(tmp_path, [one], pack={"seq_length": 512})
-    packed_well(run)
-    turns = {row["key"]: range(*numbers(row["key"])) for row in index_rows(run)}
-    for row in index_rows(run):
-        own = [marks[turn] for turn in turns[row["key"]]]
-        shown = [sum(mark.count(f"<{kind}>") for mark in own) for kind in ("image", "video")]
-        assert [row["num_images"], row["num_videos"]] == shown
-    assert sorted(turn for own in turns.values() for turn in own) == [*range(6)]
-    assert len(turns) > 1
-
-
-def test_several_questions_of_a_record(tmp_path: Path) -> None:
-    """Task vqa is cut in the same way."""
-    asked = [f"{i} of it?" for i in range(9)]
-    one = {"id": "c", "image": "1.jpg", "question": asked, "answer": ["red " * 25] * 9}
-    run = run_of(tmp_path, [one], source={"task": "vqa"})
-    packed_well(run)
-    found = [
-        turn.prompt.replace("<image>", "")
-        for _, sample, _ in samples_of(run)
-        for turn in sample.turns
-    ]
-    assert sorted(found) == asked
-    assert sum(len(media) for _, _, media in samples_of(run)) == 1
-
-
-def ids_of(encoder: Any, sample: SourceSample) -> list[int]:
-    """Return the tokens of a document whose pictures have one size."""
-    return list(encoder.tokenize(sample, [(56, 56)] * len(sample.images)).tokens)
-
-
-def sizes_of(sample: SourceSample) -> list[tuple[int, int]]:
-    return [SIZES[int(name[0])] for name in sample.images]
-
-
-def slow_part(whole: SourceSample, begin: int, first: int, end: int, image: int) -> SourceSample:
-    """Turns of a conversation whose pictures are marked, and those from `image` on in front."""
-    marks = [turn.prompt.count("<image>") for turn in whole.turns]
-    shown = whole.images[image : sum(marks[:end])]
-    turns = [
-        replace(turn, weight=0.0) if i < first else turn for i, turn in enumerate(whole.turns)
-    ][begin:end]
-    return replace(whole, turns=tuple(turns), images=shown)
-
-
 def slow_parts(
     run: Run, whole: SourceSample
 ) -> list[tuple[tuple[int, int, int], tuple[str, ...], int]] | None:
     """(begin, first, end), pictures and tokens of each part; every choice is tried one by one."""
-    encoder, pack = open_encoder(run.config.model), run.config.pack
-    options, marks = pack.split_turns, [turn.prompt.count("<image>") for turn in whole.turns]
+    encoder, pack, turns = open_encoder(run.config.model), run.config.pack, whole.turns
+    marks = [turn.prompt.count("<image>") for turn in turns]
 
-    def measured(begin: int, first: int, end: int, image: int) -> tuple[SourceSample, int]:
-        part = slow_part(whole, begin, first, end, image)
-        return part, encoder.measure(part, sizes_of(part)).num_tokens
+    def part(begin: int, first: int, end: int) -> tuple[bool, tuple[str, ...], int]:
+        """Tell whether a part fits; and its pictures and tokens."""
+        images = whole.images[sum(marks[:begin]) : sum(marks[:end])]
+        shown = [replace(turn, weight=0.0) for turn in turns[begin:first]]
+        sample = replace(whole, turns=(*shown, *turns[first:end]), images=images)
+        num_tokens = encoder.measure(sample, [SIZES[int(name[0])] for name in images]).num_tokens
+        fits = num_tokens <= pack.seq_length and len(images) <= pack.budgets.get("images", 99)
+        return fits, images, num_tokens
 
-    def fits(*cut: int) -> bool:
-        part, num_tokens = measured(*cut)
-        return num_tokens <= pack.seq_length and len(part.images) <= pack.budgets.get("images", 99)
-
-    if fits(0, 0, len(whole.turns), 0):
+    if part(0, 0, len(turns))[0]:
         return None
     found, first, any_fits = [], 0, False
-    while first < len(whole.turns):
-        if not whole.turns[first].weight:
+    while first < len(turns):
+        if not turns[first].weight:
             first += 1
             continue
-        begin = max(0, first - options.context_turns)
-        image = sum(marks[:begin])
-        while not fits(begin, first, first + 1, image):
-            if begin < first:
-                begin += 1
-                image = sum(marks[:begin])
-            else:
-                break
+        begins = range(max(0, first - pack.split_turns.context_turns), first)
+        begin = next((one for one in begins if part(one, first, first + 1)[0]), first)
         end = first + 1
-        while end < len(whole.turns) and fits(begin, first, end + 1, image):
+        while end < len(turns) and part(begin, first, end + 1)[0]:
             end += 1
-        while not whole.turns[end - 1].weight:
+        while not turns[end - 1].weight:
             end -= 1
-        part, num_tokens = measured(begin, first, end, image)
-        any_fits |= fits(begin, first, end, image)
-        found.append(((begin, first, end), part.images, num_tokens))
+        fits, *own = part(begin, first, end)
+        any_fits |= fits
+        found.append(((begin, first, end), *own))
         first = end
     return found if any_fits else None
 
 
-def check_against_reference(run: Run, records: list[Record]) -> int:
-    """Compare the index with the slow reference; returns the number of parts."""
-    measure(run)
-    rows = index_rows(run)
-    by_record: dict[str, list[Any]] = {}
-    for row in rows:
-        if part := row["part"]:
-            turns = tuple(part[name] for name in ("begin", "first", "end"))
-            assert row["key"] == f"{part['key']}[{turns[1]}:{turns[2]}]"
-            names = tuple(medium["container"] for medium in row["media"])
-            by_record.setdefault(part["key"], []).append((turns, names, row["num_tokens"]))
-    keys = [(row["part"] or row)["key"] for row in rows]
-    assert list(dict.fromkeys(keys)) == [one["id"] for one in records]
-    for key, whole in whole_samples(records).items():
-        assert by_record.get(key) == slow_parts(run, whole), key
-    return sum(map(len, by_record.values()))
-
-
 #: conversations of the exhaustive cases; FUZZED_SAMPLES=2000 takes five CPU minutes
 MANY = int(os.environ.get("FUZZED_SAMPLES", "100"))
-LENGTHS: list[tuple[int, dict[str, Any], int]] = [
-    (256, {"context_turns": 1}, 8),
-    (512, {}, 6),
-    (1024, {"context_turns": 2}, 4),
+LENGTHS: list[tuple[dict[str, Any], str, int]] = [
+    ({"seq_length": 256, "split_turns": {"context_turns": 1}}, "vqa", 8),
+    ({"seq_length": 512, "budgets": {"images": 2}}, "bmr", 6),
+    ({"seq_length": 1024, "split_turns": {"context_turns": 2}}, "bmr", 4),
 ]
 
 
 @pytest.mark.parametrize(
-    ("seq_length", "options", "count"),
+    ("pack", "task", "count"),
     LENGTHS + [pytest.param(*own[:2], MANY, marks=pytest.mark.exhaustive) for own in LENGTHS],
 )
 def test_parts_are_those_of_a_slow_reference(
-    seq_length: int, options: dict[str, Any], count: int, tmp_path: Path
+    pack: dict[str, Any], task: str, count: int, tmp_path: Path
 ) -> None:
-    records = conversations(count, seq_length)
-    run = run_of(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
-    assert check_against_reference(run, records) > count
+    records = conversations(count, pack["seq_length"])
+    run = run_of(tmp_path, records, source={"task": task}, pack=pack)
+    measure(run)
+    by_record: dict[str, list[Any]] = {}
+    for row in index_rows(run):
+        own = by_record.setdefault((row["part"] or row)["key"], [])
+        if part := row["part"]:
+            cut = tuple(part[name] for name in ("begin", "first", "end"))
+            assert row["key"] == f"{part['key']}[{cut[1]}:{cut[2]}]"
+            names = tuple(medium["container"] for medium in row["media"])
+            own.append((cut, names, row["num_tokens"]))
+    assert list(by_record) == [one["id"] for one in records]
+    for key, whole in whole_samples(records).items():
+        assert (by_record[key] or None) == slow_parts(run, whole), key
+    assert sum(map(len, by_record.values())) > count
     plan_index(run)
     write_planned(run)
     check_packed(run, records)
 
 
-NUM_PICTURES = 6
-PICTURES = [image_bytes(56 + 28 * i, 84) for i in range(NUM_PICTURES)]
+PICTURES = [image_bytes(width, height) for height, width in SIZES]
+OF_TEXTS = {"task": "captioning"}
 
 
-def pictures(folder: Path) -> None:
-    for i, data in enumerate(PICTURES):
-        write_file(folder / f"{i}.jpg", data)
-
-
-def documents(count: int, most: int = 30) -> list[dict[str, Any]]:
-    """Documents of at most `most` paragraphs, every third with a picture in front."""
+def documents(count: int) -> list[Record]:
+    """Documents of up to 30 paragraphs, every third with a picture in front."""
     rng = np.random.default_rng(0)
     found = []
     for i in range(count):
-        text, names = "", list[str]()
-        for k in range(int(rng.integers(1, most + 1))):
-            if k % 3 == 0:
-                text += "<image>"
-                names.append(f"{rng.integers(NUM_PICTURES)}.jpg")
+        names = [f"{rng.integers(len(SIZES))}.jpg" for _ in range(0, int(rng.integers(1, 31)), 3)]
+        text = ""
+        for k in range(3 * len(names)):
             words = " ".join(rng.choice(WORDS, rng.integers(3, 40)))
-            text += f"{words} {k} of {i}.{('', chr(10) * 2)[int(rng.integers(2))]}"
+            text += f"{'<image>' * (k % 3 == 0)}{words} {k} of {i}.{rng.choice(['', chr(10) * 2])}"
         found.append({"id": f"d{i}", "text": text, "images": names})
     return found
-
-
-def run_over(folder: Path, records: list[dict[str, Any]], **sections: Any) -> Run:
-    write_file(folder / "data" / "a.jsonl", lines(records))
-    pictures(folder / "data")
-    source = {"format": "jsonl", "path": str(folder / "data"), "task": "captioning"}
-    pack = {"seq_length": 256, "max_set_aside": 1, **sections.pop("pack", {})}
-    return make_run(source, folder / "out", pack=pack, **sections)
-
-
-def shown(sample: SourceSample) -> list[str]:
-    """Texts of a caption, and between them its placeholders."""
-    return split_at_media(sample, sample.turns[0].answer)
-
-
-def test_pictures_stand_where_they_are_named(tmp_path: Path) -> None:
-    """In packs, in verify, in the preview; records whose numbers disagree are set aside."""
-    records = [
-        {"id": "a", "text": "Intro <image> middle <image> end", "images": ["0.jpg", "1.jpg"]},
-        {"id": "b", "text": "Alone", "images": ["2.jpg"]},
-        {"id": "c", "text": "One <image>", "images": ["0.jpg", "1.jpg"]},
-        {"id": "d", "text": "One <image> of none"},
-    ]
-    run = run_over(tmp_path, records)
-    assert outcomes(run) == {
-        "a": "ok",
-        "b": "ok",
-        "c": "image_count_mismatch",
-        "d": "image_count_mismatch",
-    }
-    pack_all(run)
-    assert verify(run, deep=True).problems == []
-    (_, a, media), (_, b, alone) = sorted(samples_of(run), key=lambda one: one[1].key)
-    assert shown(a) == ["Intro ", "<image>", " middle ", "<image>", " end"]
-    assert (media, alone) == (PICTURES[:2], PICTURES[2:3])
-    assert shown(b) == ["Alone"]
-    text = "".join(render_pack(pack) for pack in preview(run))
-    assert re.search(r"Intro .*\[image 6x4.*middle.*\[image 6x6.*end", text, re.DOTALL), text
-    assert "[text: <image>]" not in text
 
 
 def test_long_documents_are_cut(tmp_path: Path) -> None:
     """Every token that carries loss is trained once, but the end tokens of parts that go on; every
     picture stands in front of its own paragraph."""
     records = documents(30)
-    run = run_over(tmp_path, records, pack={"on_overlong": "split_turns"})
+    run = run_of(tmp_path, records, source=OF_TEXTS)
     manifest = pack_all(run)
     assert verify(run, deep=True).problems == []
     assert not set_aside_in_plan(run)
@@ -507,9 +326,15 @@ def test_long_documents_are_cut(tmp_path: Path) -> None:
         ]
         assert [one.turns[0].truncated for one, _ in own] == [True] * (len(own) - 1) + [False]
         whole = to_sample(record, "k", "captioning")
-        ids = [ids_of(encoder, one) for one in (*(part for part, _ in own), whole)]
+        ids = [
+            encoder.tokenize(one, SIZES[:1] * len(one.images)).tokens.tolist()
+            for one in (*(part for part, _ in own), whole)
+        ]
         assert [*itertools.chain(*ids[:-1])] == ids[-1]
     assert num_cut > 10
+    text = "".join(render_pack(pack) for pack in preview(run))
+    assert re.search(r"\[image \dx\d", text)
+    assert "[text: <image>]" not in text
     assert manifest.counts.records["packed"] == len(records)
 
 
@@ -520,13 +345,13 @@ def test_what_takes_no_documents(tmp_path: Path) -> None:
         {"id": "b", "text": "Alone", "images": ["2.jpg"]},
     ]
     for layout in ("loongforge", "llava_onevision"):
-        run = run_over(tmp_path / layout, records, output={"layout": layout})
-        pack_all(run)
+        sections = {"output": {"layout": layout}, "pack": {"on_overlong": "set_aside"}}
+        run = run_of(tmp_path / layout, records, source=OF_TEXTS, **sections)
+        assert pack_all(run).counts.records == {}
         (lost,) = set_aside_in_plan(run)
         assert lost["key"] == "a"
         assert "<image> in an answer or document" in lost["detail"]
-    run = run_over(tmp_path, documents(8), pack={"on_overlong": "split_turns"})
-    pack_all(run)
+    pack_all(run := run_of(tmp_path, documents(8), source=OF_TEXTS))
     with pytest.raises(StageError, match="holds a document, or a part of one, 'd"):
         export(run.workspace.root, tmp_path / "files", progress=False)
     source = {"format": "packs", "path": str(run.workspace.root), "task": "captioning"}
@@ -537,86 +362,3 @@ def test_what_takes_no_documents(tmp_path: Path) -> None:
     )
     assert first == second
     assert any(turns[0].truncated for _, turns, _ in first)
-
-
-def obelics(folder: Path) -> None:
-    """Rows with bytes in the place of addresses."""
-    image = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])
-    names = [[None, 0, None], [1, None, 2]]
-    images = [
-        [None if i is None else {"bytes": PICTURES[i], "path": None} for i in row] for row in names
-    ]
-    texts = [["Intro.", None, "End."], [None, "Two.", None]]
-    table = pa.table({"images": pa.array(images, pa.list_(image)), "texts": texts})
-    write_file(folder / "README.md", b"")
-    pq.write_table(table, folder / "train.parquet")
-
-
-def obelics_lines(folder: Path) -> None:
-    """Lines with names in the place of addresses."""
-    rows = [
-        {"texts": ["Intro.", None, "End."], "images": [None, "0.jpg", None]},
-        {"texts": [None, "Two.", None], "images": ["1.jpg", None, "2.jpg"]},
-    ]
-    write_file(folder / "a.jsonl", lines(rows))
-    pictures(folder)
-
-
-def mmc4(folder: Path) -> None:
-    rows = [
-        {
-            "text_list": ["Intro.", "End."],
-            "image_info": [{"image_name": "0.jpg", "matched_text_index": 1, "raw_url": "http://a"}],
-            "url": "http://b",
-        },
-        {
-            "text_list": ["Two.", "Three."],
-            "image_info": [
-                {"image_name": "2.jpg", "matched_text_index": 1},
-                {"image_name": "1.jpg", "matched_text_index": 0},
-            ],
-        },
-    ]
-    write_file(folder / "a.jsonl", lines(rows))
-    pictures(folder)
-
-
-def ms_swift(folder: Path) -> None:
-    said = ["Intro.<image>End.", "<image>Two.<image>"]
-    names = [["0.jpg"], ["1.jpg", "2.jpg"]]
-    rows = [
-        {"messages": [{"role": "assistant", "content": text}], "images": own}
-        for text, own in zip(said, names, strict=True)
-    ]
-    write_file(folder / "a.jsonl", lines(rows))
-    pictures(folder)
-
-
-@pytest.mark.parametrize(
-    ("write", "texts"),
-    [
-        (obelics, ["Intro.<image>End.", "<image>Two.<image>"]),
-        (obelics_lines, ["Intro.<image>End.", "<image>Two.<image>"]),
-        (mmc4, ["Intro. <image>End.", "<image>Two. <image>Three."]),
-        (ms_swift, ["Intro.<image>End.", "<image>Two.<image>"]),
-    ],
-)
-def test_data_sets_as_they_are(write: Any, texts: list[str], tmp_path: Path) -> None:
-    """`init` picks the task, and the configuration that it writes packs all."""
-    write(tmp_path / "data")
-    found = recognise(str(tmp_path / "data"))
-    assert found.options["task"] == "captioning"
-    assert [line for example in found.examples for line in example.lost] == []
-    config = parse_config(yaml.safe_load(render_config(found, str(tmp_path / "out"))))
-    run = Run(config, LocalEngine(0))
-    pack_all(run)
-    assert verify(run, deep=True).problems == []
-    samples = sorted(samples_of(run), key=lambda one: texts.index(one[1].turns[0].answer))
-    assert [sample.turns[0].answer for _, sample, _ in samples] == texts
-    assert [media for *_, media in samples] == [PICTURES[:1], PICTURES[1:3]]
-
-
-def test_addresses_are_refused(tmp_path: Path) -> None:
-    run = run_over(tmp_path, [{"id": "a", "texts": ["One."], "images": ["https://a.b/c.jpg"]}])
-    assert outcomes(run) == {"a": "missing_image"}
-    assert "for example with img2dataset, and name the file" in "".join(list_set_aside(run))

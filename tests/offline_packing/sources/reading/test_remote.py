@@ -1,7 +1,6 @@
 """Records and media of remote sources are read ahead, in few requests; and an HTTP server that
 counts them and their bytes."""
 
-import io
 import re
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from PIL import Image
 
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.measure.measure import measure
@@ -141,25 +139,18 @@ def test_changed_and_missing_files(storage: CountedStorage, root: RemoteRoot) ->
     }
 
 
-def records(folder: Path, count: int) -> None:
-    """Lines of JSON, every fourth of which names a picture."""
-    found = []
-    for i in range(count):
-        shown = {"images": [f"{i}.jpg"]} if i % 4 == 0 else {}
-        question = "<image>What is it?" if shown else "What?"
-        messages = dialogue(question, "Red. " * (1 + i % 50))
-        found.append({"id": f"sample-{i}", "messages": messages, **shown})
-        if shown:
-            formats.write_file(folder / f"{i}.jpg", image_bytes(56 + 28 * (i % 5), 56))
-    formats.write_file(folder / "a.jsonl", formats.lines(found))
-
-
 @pytest.mark.parametrize("failing", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_few_requests_write_a_shard(
     tmp_path: Path, object_store: ObjectStore, bucket: str, failing: float
 ) -> None:
-    count = 400
-    records(tmp_path / "data", count)
+    count, records, folder = 400, [], tmp_path / "data"
+    for i in range(count):
+        images = [f"{i}.jpg"] * (i % 4 == 0)
+        for name in images:
+            formats.write_file(folder / name, image_bytes(56 + 28 * (i % 5), 56))
+        messages = dialogue("What?", "Red. " * (1 + i % 50))
+        records.append({"id": f"sample-{i}", "messages": messages, "images": images})
+    formats.write_file(folder / "a.jsonl", formats.lines(records))
     object_store.put_folder(tmp_path / "data", f"{bucket}/data")
 
     def run_to(path: str, name: str) -> Run:
@@ -182,6 +173,7 @@ def test_few_requests_write_a_shard(
 pytest.importorskip("aiohttp")  # what fsspec reads HTTP with
 
 NUM_SAMPLES = 12
+CLOSED = {"Connection": "close"}
 
 
 class _Server(ThreadingHTTPServer):
@@ -207,57 +199,36 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
-    def do_HEAD(self) -> None:
-        self._answer(send=False)
-
     def do_GET(self) -> None:
-        self._answer(send=True)
-
-    def _answer(self, *, send: bool) -> None:
-        path = self.server.folder / self.path.lstrip("/")
+        server, path = self.server, self.server.folder / self.path.lstrip("/")
+        status, headers = 200, {"Accept-Ranges": "bytes"}
         if path.is_dir():
             names = sorted(p.name + "/" * p.is_dir() for p in path.iterdir())
             data = "".join(f'<a href="{name}">{name}</a>\n' for name in names).encode()
-            self._send(200, data, {"Content-Type": "text/html"}, send)
-            return
-        if not path.is_file():
-            self._send(404, b"", {}, send)
-            return
-        data = path.read_bytes()
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        headers = {"Accept-Ranges": "bytes"}
-        if found is None:
-            self._send(200, data, headers, send)
-            return
-        begin, end = int(found[1]), min(int(found[2]) + 1, len(data))
-        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
-        self._send(206, data[begin:end], headers, send)
-
-    def _send(self, status: int, data: bytes, headers: dict[str, str], send: bool) -> None:
-        self.send_response(status)
-        if self.server.tells_sizes:
-            headers = {**headers, "Content-Length": str(len(data))}
+            headers["Content-Type"] = "text/html"
+        elif not path.is_file():
+            data, status = b"", 404
         else:
-            headers = {"Connection": "close"}
-        for name, value in headers.items():
+            data = path.read_bytes()
+            if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                begin, end = int(found[1]), min(int(found[2]) + 1, len(data))
+                headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+                data, status = data[begin:end], 206
+        length = {"Content-Length": str(len(data))}
+        self.send_response(status)
+        for name, value in (headers | length if server.tells_sizes else CLOSED).items():
             self.send_header(name, value)
         self.end_headers()
-        with self.server.lock:
-            self.server.requests += 1
-            self.server.bytes_sent += len(data) * send
-        if send:
-            self.wfile.write(data)
+        data = data if self.command == "GET" else b""
+        with server.lock:
+            server.requests += 1
+            server.bytes_sent += len(data)
+        self.wfile.write(data)
+
+    do_HEAD = do_GET  # noqa: N815 - as http.server calls it
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
-
-
-def noise_jpeg() -> bytes:
-    """A picture of 190 kB: much more than its header."""
-    pixels = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=95)
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -284,7 +255,7 @@ def test_requests_and_bytes(
     requests_each: tuple[int, int],
     bytes_each: tuple[float, float],
 ) -> None:
-    image = noise_jpeg()
+    image = image_bytes() + bytes(190_000)  # much more than its header
     messages = formats.draw_samples(1)[0][1]
     samples = [(f"{i:04d}", messages, [image]) for i in range(NUM_SAMPLES)]
     written = formats.WRITERS[name](tmp_path / "data", samples)
