@@ -239,6 +239,7 @@ def broken(folder: Path) -> Source:
         {**asked("count", "Red.", "a.jpg"), "images": []}, {"id": "none"},
         {"id": "roles", "messages": dialogue("Q", "A")[1:]}, asked("outside", "Red.", "../a.jpg"),
         asked("long", "word " * 500),
+        {"id": "film", "messages": dialogue("<video>What?", "Red."), "videos": ["no.jpg"]},
     ]  # fmt: skip
     write_file(folder / "chat.jsonl", lines([*good, *bad]) + b"{\n")
     return {"format": "jsonl", "path": str(folder / "chat.jsonl"), "task": "bmr"}
@@ -494,7 +495,7 @@ REASONS = {
     "bad_image": 2,
     **dict.fromkeys(
         ("missing_image", "aspect_ratio", "empty_answer", "image_count_mismatch", "bad_record",
-         "bad_roles", "path_outside_root", "bad_json", "duplicate_key", "overlong"),
+         "bad_roles", "path_outside_root", "bad_json", "duplicate_key", "overlong", "bad_video"),
         1,
     ),
 }  # fmt: skip

@@ -3,11 +3,10 @@ Imports are read from the syntax tree, those in functions and under TYPE_CHECKIN
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("offline_packing", "task_encoders", "launch")
@@ -20,56 +19,38 @@ ORDER = (
 STAGES = {"measure", "plan", "write", "verify", "report", "export"}
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 MODULES = {
-    module_name(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
 }
 
 
-def imported_modules(name: str) -> set[str]:
-    """The modules of this project that a module names in an import, wherever it stands."""
-    tree = ast.parse(MODULES[name].read_text("utf-8"))
-    found = set()
-    for node in ast.walk(tree):
+def imported(path: Path) -> Iterator[str]:
+    """Full names of all modules and names that a file imports, inside functions as well."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} has a relative import"
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & MODULES.keys() or {str(node.module)}
-    return (found & MODULES.keys()) - {name}
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @functools.cache
 def imports_of_all() -> dict[str, set[str]]:
-    """Imported modules by module."""
-    return {name: imported_modules(name) for name in MODULES}
+    """Imported modules of this project by module."""
+    found = {}
+    for name, path in MODULES.items():
+        names = {*imported(path)}
+        names |= {one.rpartition(".")[0] for one in names - MODULES.keys()}
+        found[name] = (names & MODULES.keys()) - {name}
+    return found
 
 
-def folder_of(name: str) -> str:
-    """'offline_packing.sources.formats.jsonl' -> 'sources'; '' for what lies at the root."""
-    parts = name.split(".")
-    is_package = MODULES[name].name == "__init__.py"
-    return parts[1] if len(parts) > (1 if is_package else 2) else ""
-
-
-def packing_imports() -> Iterator[tuple[str, str, str, str]]:
-    """(module, its folder, imported module, its folder) within offline_packing."""
-    for name, imports in imports_of_all().items():
-        if name.startswith("offline_packing."):
-            for other in imports:
-                if other.startswith("offline_packing."):
-                    yield name, folder_of(name), other, folder_of(other)
-
-
-def test_imports_are_found() -> None:
-    assert len(MODULES) > 100
-    imports = imports_of_all()
-    assert "offline_packing.runs.run" in imports["offline_packing.runs.tasks"]
-    assert "offline_packing.planner.plan_packs" in imports["offline_packing"]  # in a function
+def room(name: str, package: str) -> str:
+    """'offline_packing.sources.formats.jsonl' -> 'sources'; '' for another package's module."""
+    own, _, rest = name.partition(".")
+    return rest.partition(".")[0] if own == package else ""
 
 
 def reachable(name: str, imports: Mapping[str, set[str]]) -> set[str]:
@@ -85,44 +66,28 @@ def reachable(name: str, imports: Mapping[str, set[str]]) -> set[str]:
 
 def test_no_circles() -> None:
     imports = imports_of_all()
+    assert len(imports) > 100
+    assert "offline_packing.planner.plan_packs" in imports["offline_packing"]  # in a function
     assert [name for name in sorted(MODULES) if name in reachable(name, imports)] == []
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_circles_between_folders(package: str) -> None:
-    """A module at the root of a package counts as a folder of its own."""
-
-    def room(name: str) -> str:
-        own, _, rest = name.partition(".")
-        return rest.partition(".")[0] if own == package else ""
-
-    imports: defaultdict[str, set[str]] = defaultdict(set)
-    for name, others in imports_of_all().items():
-        rooms = {room(other) for other in others} - {room(name), ""}
-        if room(name):
-            imports[room(name)] |= rooms
-    assert len(imports) > 5
-    assert [room for room in sorted(imports) if room in reachable(room, imports)] == []
+    for package in PACKAGES:  # nor between its folders and the modules at its root
+        rooms: defaultdict[str, set[str]] = defaultdict(set)
+        for name, others in imports.items():
+            own = room(name, package)
+            rooms[own] |= {room(other, package) for other in others} - {own, ""}
+        del rooms[""]
+        assert len(rooms) > 5
+        assert [own for own in sorted(rooms) if own in reachable(own, rooms)] == []
 
 
 def test_folders_import_only_those_before() -> None:
     folders = {path.name for path in (ROOT / "offline_packing").iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} <= set(ORDER)
-    wrong = [
-        f"{name} imports {other}"
-        for name, folder, other, other_folder in packing_imports()
-        if folder and other_folder and ORDER.index(folder) < ORDER.index(other_folder)
-    ]
-    assert wrong == []
-
-
-def test_stages_do_not_import_each_other() -> None:
-    wrong = [
-        f"{name} imports {other}"
-        for name, folder, other, other_folder in packing_imports()
-        if folder != other_folder and {folder, other_folder} <= STAGES
-    ]
-    assert wrong == []
+    for name, imports in imports_of_all().items():
+        own = room(name, "offline_packing")
+        for other in sorted({room(one, "offline_packing") for one in imports} - {own}):
+            if own in ORDER and other in ORDER:
+                assert ORDER.index(other) < ORDER.index(own), f"{name} imports {other}"
+                assert not {own, other} <= STAGES, f"{name} imports {other}"
 
 
 def test_packages_import_in_one_direction() -> None:
@@ -159,34 +124,16 @@ TESTS = Path(__file__).parent
 OTHERS = {"gpu", "laws", "peers"}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Full names of all modules and names that a file imports, inside functions as well."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def test_no_test_imports_another() -> None:
-    """Code that several tests need is in tests/helpers, or in a module without tests."""
+def test_tests_mirror_the_packages_and_import_no_other_test() -> None:
+    """tests/offline_packing/index tests offline_packing/index. Code that several tests need is in
+    tests/helpers, or in a module without tests."""
     paths = list(TESTS.rglob("*.py"))
-    assert len(paths) > 50
-    found = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in paths
-        for name in imported(path)
-        if name.startswith("tests.") and ".test_" in name
-    ]
-    assert not found, found
-
-
-def test_folders_mirror_the_packages() -> None:
-    """tests/offline_packing/index tests offline_packing/index."""
-    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path()}
-    strays = {str(folder) for folder in folders if not (ROOT / folder).is_dir()}
-    assert strays <= OTHERS, strays - OTHERS
+    folders = {path.parent.relative_to(TESTS) for path in paths if path.match("test_*.py")}
+    assert {str(one) for one in folders - {Path()} if not (ROOT / one).is_dir()} <= OTHERS
+    found = {str(path): [*imported(path)] for path in paths}
+    assert len(found) > 50
+    is_test = re.compile(r"tests\.(.*\.)?test_").match
+    assert {path: own for path, names in found.items() if (own := [*filter(is_test, names)])} == {}
 
 
 def described_functions() -> Iterator[tuple[str, str]]:
