@@ -1,6 +1,7 @@
 """Packs that tests of training share."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,15 @@ from tests.helpers.packed_runs import bmr_folder, captioning_folder
 from tests.helpers.transformers_runs import Case, command, make_case, train
 from tests.helpers.varlen import CpuVarlen
 from tests.world import World
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_groups() -> Iterator[None]:
+    """Leave the process groups that a module joined: each of their 18 keeps a thread that polls,
+    2% of a core for as long as the tests run."""
+    yield
+    if parallel := sys.modules.get("launch.loop.parallel"):
+        parallel.shutdown_parallel()
 
 
 @pytest.fixture(scope="session")
