@@ -32,7 +32,8 @@ def doubled(plan, copy_of: np.ndarray) -> int:
 
 def assert_sound(plan, lengths: np.ndarray, copy_of: np.ndarray) -> None:
     assert sorted(plan.sample_ids.tolist()) == list(range(len(lengths)))
-    assert np.add.reduceat(lengths[plan.sample_ids], plan.pack_offsets[:-1]).max() <= SEQ_LENGTH
+    loads = np.add.reduceat(lengths[plan.sample_ids], plan.pack_offsets[:-1])
+    assert loads.max() <= plan.info.seq_length
     assert doubled(plan, copy_of) == 0
 
 
@@ -59,13 +60,6 @@ def test_copies_cost_no_fill(offset: int) -> None:
     assert plan.num_packs <= free.num_packs + 1
 
 
-def test_a_sample_that_is_used_often_needs_as_many_packs() -> None:
-    copy_of = np.array([0, 1, 2, *[2] * 6])
-    plan = plan_packs(np.full(9, 100), SEQ_LENGTH, copy_of=copy_of)
-    assert doubled(plan, copy_of) == 0
-    assert plan.num_packs == plan.info.lower_bound == 7
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     uses=st.lists(st.integers(1, 12), min_size=1, max_size=12),
@@ -76,9 +70,9 @@ def test_any_uses_can_be_kept_apart(uses: list[int], seed: int, longest: int) ->
     copy_of = used(np.array(uses))
     lengths = np.random.default_rng(seed).integers(1, longest + 1, len(uses))[copy_of]
     plan = plan_packs(lengths, 40, seed=seed, copy_of=copy_of)
-    assert sorted(plan.sample_ids.tolist()) == list(range(len(lengths)))
-    assert np.add.reduceat(lengths[plan.sample_ids], plan.pack_offsets[:-1]).max() <= 40
-    assert doubled(plan, copy_of) == 0
+    assert_sound(plan, lengths, copy_of)
+    assert plan.num_packs >= plan.info.lower_bound >= max(uses)
+    assert plan.num_packs == max(uses) or lengths.sum() > 40
 
 
 def test_without_copies_nothing_changes() -> None:

@@ -17,10 +17,7 @@ from offline_packing import PackPlan, plan_packs
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies import STRATEGIES, kernels
 
-Draw = Callable[[np.random.Generator, int], Any]
-Options = Callable[[np.random.Generator, np.ndarray], dict[str, Any]]
-
-LENGTHS: dict[str, Draw] = {
+LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "text": lambda rng, n: rng.lognormal(6, 1, n).clip(1, 8192),
     "half": lambda rng, n: rng.integers(3800, 4400, n),
     "captions": lambda rng, n: 729 + rng.gamma(2, 20, n),
@@ -30,49 +27,34 @@ LENGTHS: dict[str, Draw] = {
 }
 
 
-def by_cost(layout: RankLayout) -> Options:
-    """Arguments that order packs for a layout."""
-    return lambda rng, lengths: {
-        "order": layout,
+def options_of(rng: np.random.Generator, lengths: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Return arguments of plans by name: every strategy, and every pass."""
+    count = len(lengths)
+    images = rng.integers(0, 5, count), 18
+    costs = {
         "cost": 1e3 * lengths + lengths**2.0,
-        "tower_cost": 1e3 * lengths * rng.random(len(lengths)),
-        "media": rng.integers(0, 3, len(lengths)),
-        "features": [rng.random(len(lengths)) * lengths],
+        "tower_cost": 1e3 * lengths * rng.random(count),
+        "media": rng.integers(0, 3, count),
+        "features": [rng.random(count) * lengths],
+    }
+    window = {"assignment": "locality", "window_packs": 20}
+    return {
+        **{name: {"strategy": name} for name in STRATEGIES},
+        "locality": {**window, "source_order": np.arange(count)},
+        "groups": {"homogeneous": True, "groups": rng.integers(0, 2, count)},
+        "copies": {"copy_of": rng.integers(0, count // 2 + 1, count)},
+        "one budget": {"budgets": {"images": images}},
+        "three budgets": {
+            "budgets": {name: (rng.integers(0, 5, count), 14) for name in "abc"},
+            "max_samples": 9,
+        },
+        "knapsack budgets": {"strategy": "knapsack", "budgets": {"images": images}},
+        "order": {"order": RankLayout(4), **costs},
+        "uniform": {"order": RankLayout(2, 2, uniform=True), **costs},
     }
 
 
-def of_images(rng: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
-    return rng.integers(0, 5, len(lengths))
-
-
-OPTIONS: dict[str, Options] = {
-    **{name: lambda rng, lengths, name=name: {"strategy": name} for name in STRATEGIES},
-    "locality": lambda rng, lengths: {
-        "assignment": "locality",
-        "source_order": np.arange(len(lengths)),
-        "window_packs": 20,
-    },
-    "groups": lambda rng, lengths: {
-        "homogeneous": True,
-        "groups": rng.integers(0, 2, len(lengths)),
-    },
-    "copies": lambda rng, lengths: {
-        "copy_of": rng.integers(0, len(lengths) // 2 + 1, len(lengths))
-    },
-    "one budget": lambda rng, lengths: {"budgets": {"images": (of_images(rng, lengths), 18)}},
-    "three budgets": lambda rng, lengths: {
-        "budgets": {name: (of_images(rng, lengths), 14) for name in "abc"},
-        "max_samples": 9,
-    },
-    "knapsack budgets": lambda rng, lengths: {
-        "strategy": "knapsack",
-        "budgets": {"images": (of_images(rng, lengths), 18)},
-    },
-    "order": by_cost(RankLayout(4)),
-    "uniform": by_cost(RankLayout(2, 2, uniform=True)),
-}
-
-
+OPTIONS = [*options_of(np.random.default_rng(0), np.ones(2))]
 SMALL = [(name, options, 150) for name in ("text", "tiles") for options in OPTIONS]
 ALL = [(*case, count) for case in itertools.product(LENGTHS, OPTIONS) for count in (1, 1000)]
 
@@ -96,7 +78,7 @@ def test_the_same_packs_in_python(
         monkeypatch.setattr("offline_packing.planner.plan_packs.kernels_for", chosen)
         rng = np.random.default_rng([1, num_samples])
         lengths = LENGTHS[draw](rng, num_samples).astype(np.int32)
-        return plan_packs(lengths, 8192, seed=1, **OPTIONS[options](rng, lengths))
+        return plan_packs(lengths, 8192, seed=1, **options_of(rng, lengths)[options])
 
     interpreted, compiled = planned(0), planned(np.inf)
     for field in fields(PackPlan):

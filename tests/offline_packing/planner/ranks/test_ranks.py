@@ -1,6 +1,8 @@
 """Deal of packs to steps: alike in both phases, spread over steps, in the loader's order; and packs
 whose numbers divide, for steps of one kind."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -171,21 +173,12 @@ def test_every_step_is_of_one_kind(
     is there, and twice only in repeated packs, which are counted."""
     lengths, media = (np.array(column) for column in zip(*samples, strict=True))
     layout = RankLayout(num_ranks, num_workers, uniform=True)
-    options = {"copy_of": np.arange(len(lengths)) // 2} if copies else {}
+    options: dict[str, Any] = {"copy_of": np.arange(len(lengths)) // 2} if copies else {}
     if homogeneous:
         options["groups"] = media
-    plan = plan_packs(
-        lengths,
-        100,
-        order=layout,
-        cost=lengths**2.0,
-        tower_cost=lengths * (media > 0),
-        media=media,
-        features=[lengths // 2],
-        max_samples=max_samples,
-        homogeneous=homogeneous,
-        **options,
-    )
+    options |= {"max_samples": max_samples, "homogeneous": homogeneous}
+    costs = {"cost": lengths**2.0, "tower_cost": lengths * (media > 0), "media": media}
+    plan = plan_packs(lengths, 100, order=layout, features=[lengths // 2], **costs, **options)
     kinds = kinds_in(plan, media)
     assert plan.num_packs % (num_ranks * max(1, num_workers)) == 0
     for ranks in range(1, num_ranks + 1):
@@ -204,10 +197,7 @@ def test_every_step_is_of_one_kind(
     assert not homogeneous or all(len(set(media[pack].tolist())) == 1 for pack in packs)
     repeated = len(packs) - len({tuple(pack) for pack in packs})
     assert repeated == done["repeated"]
-    in_order = RankLayout(num_ranks, num_workers)
-    fewest = plan_packs(
-        lengths, 100, order=in_order, max_samples=max_samples, homogeneous=homogeneous, **options
-    )
+    fewest = plan_packs(lengths, 100, order=RankLayout(num_ranks, num_workers), **options)
     assert plan.num_packs == fewest.num_packs + done["halved"] + done["repeated"]
 
 
@@ -237,8 +227,7 @@ def test_little_room_is_lost(share: float, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "ranks", "workers", "repeated"),
-    [([7, 3], 4, 1, 2), ([8, 16], 4, 2, 0)],
+    ("kinds", "ranks", "workers", "repeated"), [([7, 3], 4, 1, 2), ([8, 16], 4, 2, 0)]
 )
 def test_samples_as_long_as_a_pack_are_repeated(
     kinds: list[int], ranks: int, workers: int, repeated: int
