@@ -176,9 +176,13 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     name = task.expected.name
     keys = task.shard.pack_keys()
     planned = task.shard.packs()
+    folder = task.shard.folder
+    stored: Iterator[Pack] = (read_pack(folder, name, key) for key in keys)
+    if not task.is_part:
+        stored = read_packs(folder, folder / name)
     try:
         with task.shard.rows_at_hand() if task.deep else nullcontext():
-            for pack in _read_packs(task):
+            for pack in stored:
                 planned_key, samples = next(planned, ("", []))
                 if pack.key != planned_key:
                     report.problem(f"{name} does not hold the packs {keys[0]} to {keys[-1]}")
@@ -197,13 +201,6 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     if is_whole and (report.num_samples, report.num_row_tokens) != counts:
         text = "manifest.json: {} does not hold {:,} samples and {:,} tokens"
         report.problem(text.format(name, *counts))
-
-
-def _read_packs(task: VerifyTask) -> Iterator[Pack]:
-    shard, name = task.shard, task.expected.name
-    if not task.is_part:
-        return read_packs(shard.folder, shard.folder / name)
-    return (read_pack(shard.folder, name, key) for key in shard.pack_keys())
 
 
 def _pack_problems(

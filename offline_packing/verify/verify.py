@@ -120,25 +120,6 @@ def verify(
         total.problem(text, repairable=True)
         return total
     counts = manifest.counts
-    with run.unpacked_files():
-        _verify_shards(run, manifest, deep, hash_only, drawn, total)
-    if counts.samples != counts.packed + total.num_set_aside:
-        total.problem(
-            f"manifest.json: {counts.samples} samples are not {counts.packed} packed + "
-            f"{total.num_set_aside} set aside"
-        )
-    return total
-
-
-def _verify_shards(
-    run: Run,
-    manifest: Manifest,
-    deep: bool,
-    hash_only: bool,
-    drawn: Drawn | None,
-    total: VerifyResult,
-) -> None:
-    """Compare the shards, or a part of their packs, with index and plan, which are whole."""
     samples, stored = open_index(run), open_plan(run)
     check_layout(run, stored.hash)
     is_whole = not hash_only and drawn is None
@@ -150,12 +131,12 @@ def _verify_shards(
     if is_whole and planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
     if hash_only:
-        counts = manifest.counts
         total.num_packs, total.num_samples = sum(counts.packs.values()), counts.packed
     else:
-        is_part = drawn is not None
-        tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep, is_part=is_part)
-        with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
+        part = {"deep": deep, "is_part": drawn is not None}
+        tasks = verify_tasks(run, samples, stored.packs, manifest, own, **part)
+        num_packs = sum(shard.num_packs for shard in own)
+        with run.unpacked_files(), run.bar("verify", num_packs, "pack") as bar:
             for report in run_tasks(run, verify_shard, tasks, bar.update):
                 total.add(report)
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
@@ -164,6 +145,12 @@ def _verify_shards(
         _check_splits(samples, stored.packs, run, total)
         _check_records(samples, manifest, stored.packs, total)
         _check_steps(stored.packs.order, manifest, total)
+    if counts.samples != counts.packed + total.num_set_aside:
+        total.problem(
+            f"manifest.json: {counts.samples} samples are not {counts.packed} packed + "
+            f"{total.num_set_aside} set aside"
+        )
+    return total
 
 
 def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyResult) -> None:

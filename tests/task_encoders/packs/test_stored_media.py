@@ -44,11 +44,13 @@ def refer_run(source: Any, folder: Path, **output: Any) -> Run:
     return make_run(source, folder, output={"media": "refer", **output}, pack=PACK)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Return a run with two splits over files that a test may change."""
-    source = {**formats.pairs(tmp_path / "data", SAMPLES), "task": "bmr"}
-    return refer_run(source, tmp_path / "out", split={"train": 0.7, "val": 0.3}, split_seed=2)
+FORMATS = {"pairs": formats.pairs, "webdataset": formats.WRITERS["webdataset"]}
+
+
+@pytest.fixture(params=FORMATS)
+def movable(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    source = FORMATS[request.param](tmp_path / "data", formats.draw_samples(12))
+    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output={"media": "refer"})
 
 
 def test_packs_by_number_are_those_that_are_copied(world: World) -> None:
@@ -75,14 +77,15 @@ def changed_files(run: Run) -> Iterator[Path]:
     yield path
 
 
-def test_a_file_that_changed_is_refused_by_name(run: Run) -> None:
-    pack_all(run)
+@pytest.mark.parametrize("movable", ["pairs"], indirect=True)
+def test_a_file_that_changed_is_refused_by_name(movable: Run) -> None:
+    run = movable
     root, encoder = run.workspace.root, task_encoder(run)
     for path in changed_files(run):
         with pytest.raises(FatalSampleError, match=str(path)):
             batches_of(root, encoder)
         with pytest.raises(
-            PackedFolderError, match=r"train-000000\.tar, bytes .* (changed|cannot)"
+            PackedFolderError, match=r"train-00000\d\.tar, bytes .* (changed|cannot)"
         ):
             list(PackedFolder(root))
         assert any(str(path) in problem for problem in verify(run, deep=True).problems)
@@ -99,18 +102,18 @@ def test_media_without_a_place(tmp_path: Path) -> None:
         refer_run(source, tmp_path / "out", layout="llava_onevision")
 
 
-def test_energons_tools_take_them(run: Run) -> None:
-    pack_all(run)
+@pytest.mark.parametrize("movable", ["pairs"], indirect=True)
+def test_energons_tools_take_them(movable: Run) -> None:
     program = Path(sys.executable).with_name("energon")
     for arguments in (["info"], ["lint"], ["preview"]):
-        command = [program, *arguments, run.workspace.root]
+        command = [program, *arguments, movable.workspace.root]
         done = subprocess.run(command, input="\n", capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_they_are_no_source(run: Run, tmp_path: Path) -> None:
-    pack_all(run)
-    source = {"format": "packs", "path": run.config.output.path, "task": "bmr"}
+@pytest.mark.parametrize("movable", ["pairs"], indirect=True)
+def test_they_are_no_source(movable: Run, tmp_path: Path) -> None:
+    source = {"format": "packs", "path": movable.config.output.path, "task": "bmr"}
     with pytest.raises(StageError, match=r"refer to their media .* or export them"):
         measure(make_run(source, tmp_path / "again"))
 
@@ -142,15 +145,6 @@ def test_blend(world: World, tmp_path: Path) -> None:
     found = batches_of(path, task_encoder(runs[0]))
     assert {Path(key).name[0] for batch in found for key in batch.__key__} == {"a", "b"}
     assert read_packed_data(path).num_packs == len(found) > 2
-
-
-FORMATS = {"pairs": formats.pairs, "webdataset": formats.WRITERS["webdataset"]}
-
-
-@pytest.fixture(params=FORMATS)
-def movable(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    source = FORMATS[request.param](tmp_path / "data", formats.draw_samples(12))
-    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output={"media": "refer"})
 
 
 def batches(run: Run) -> list[PackedBatch]:
