@@ -26,13 +26,13 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from launch.model.prefix_trees import as_trees, segment_params
+from launch.model.prefix_trees import segment_params
 from launch.model.segments import (
     check_positions,
     has_tree_attention,
     isolate_segments,
+    trees_of_row,
     use_tree_attention,
-    with_image_blocks,
 )
 from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
@@ -149,11 +149,9 @@ class TrainsPacks:
             batch = given["batch"].to(self.args.device, non_blocking=True)  # type: ignore[attr-defined]
             prepared |= pixel_kwargs(batch)
             config = self.model.config  # type: ignore[attr-defined]
-            if has_tree_attention(config):
-                trees = as_trees(segment_params(batch))
-                prepared["row_trees"] = with_image_blocks(trees, config, batch.tokens)
-            elif "cu_seq_lens_q" not in given:
-                raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
+            if batch.parents.numel() or has_tree_attention(config):
+                trees = trees_of_row(config, segment_params(batch), batch.tokens)
+                prepared["row_trees"] = trees
         return prepared
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
