@@ -163,7 +163,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     with caplog.at_level(logging.INFO, "launch.loop.checkpoint"):
         trainer = resumed(folder, finished)
     assert trainer.iteration == 4
-    (line,) = caplog.messages
+    own = [one.getMessage() for one in caplog.records if one.name == "launch.loop.checkpoint"]
+    (line,) = own
     assert f"checkpoint {newest} is damaged: {named}" in line
     assert "; training goes on from iter_00000004, and" in line
     assert trainer.run()
