@@ -6,7 +6,7 @@ Settings that packs determine (seq_length, pixel limits, tokenizer) are read fro
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -249,6 +249,15 @@ class LaunchConfig(Section):
         """The run's settings for each stage, with one path."""
         data = [self.data.model_copy(update={"path": path}) for path in self.data.paths]
         return tuple(self.model_copy(update={"data": own}) for own in data)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Plain values of all fields by dotted name, the same in all processes: sets are sorted."""
+        return {
+            f"{section}.{name}": sorted(value) if name == "freeze" else value
+            for section, content in self.model_dump(mode="json").items()
+            for name, value in content.items()
+        }
 
 
 def load_config(

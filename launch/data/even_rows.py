@@ -12,26 +12,21 @@ from typing import Any
 import torch
 from torch import distributed
 
-from launch.data.micro_batches import MicroBatches
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families.base.family import Family
 from task_encoders.model_inputs import pad_batch
 
 
 class EvenRows:
-    """Micro batches in which all ranks have a row while any has one, with an image if any of these
-    rows has an image, and likewise a video. Added tokens are padding without loss.
+    """Padding of a rank's row, so that all ranks have a row while any has one, with an image if any
+    of these rows has an image, and likewise a video. Added tokens are padding without loss.
 
     Args:
-        batches: this rank's micro batches, pixels as values.
         family: the model's family.
         hf_config: transformers' config of the whole model.
     """
 
-    def __init__(
-        self, batches: MicroBatches, family: Family, hf_config: Any, device: torch.device
-    ) -> None:
-        self._batches = batches
+    def __init__(self, family: Family, hf_config: Any, device: torch.device) -> None:
         self._device = device
         blank = family.build.blank_image(hf_config)
         self._medium = torch.zeros(blank.shape, device=device)
@@ -41,9 +36,8 @@ class EvenRows:
         self._layout = family.build.IMAGE_LAYOUT
         self._token_ids = [hf_config.image_token_id, getattr(hf_config, "video_token_id", None)]
 
-    def next(self) -> PackedBatch | None:
-        """Return the next row of `MicroBatches`, padded. A collective."""
-        row = self._batches.next()
+    def __call__(self, row: PackedBatch | None) -> PackedBatch | None:
+        """Pad a row, pixels as values; None: this rank's data ended. A collective."""
         has_own = row is not None
         if row is None:
             row = empty_batch(self._num_positions).to(self._device)
@@ -66,7 +60,3 @@ class EvenRows:
         padded = pad_batch(row, row.tokens.shape[1] + self._num_tokens, token_id)
         # Empty rows know no layout.
         return replace(padded, is_padded=row.is_padded, image_layout=self._layout)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the MicroBatches."""
-        return getattr(self._batches, name)

@@ -20,6 +20,7 @@ from megatron.energon import WorkerConfig
 
 from launch.config import DataConfig, OnlineConfig
 from launch.data.broadcast import broadcast_batch
+from launch.data.even_rows import EvenRows
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
@@ -104,6 +105,8 @@ class MicroBatches:
         limit: int | None = None,
         seed: int = 0,
     ) -> None:
+        #: pads rows for models whose ranks run the same layers together
+        self.even: EvenRows | None = None
         self._device = device
         self._repeats = config.repeat and split == "train"
         self._ended = False
@@ -135,7 +138,8 @@ class MicroBatches:
                 raise StageError(
                     f"{MOST_LEFT_OUT} consecutive rows have no usable sample: {batch.dropped[-1]}"
                 )
-        return broadcast_batch(batch, self._device, self._group)
+        row = broadcast_batch(batch, self._device, self._group)
+        return row if self.even is None else self.even(row)
 
     def restart(self) -> None:
         """Begin another pass."""

@@ -54,7 +54,6 @@ def read_data(config: DataConfig) -> PackedData:
     logger.info("about %.2f samples in a pack, by %d of %d", per_pack, len(measured), num_samples)
     return PackedData(
         num_packs=max(1, round(num_samples / per_pack)),
-        num_samples=num_samples,
         samples_per_pack=per_pack,
         seq_length=online.seq_length,
         model=online.model,

@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 class PackedData:
     """A packed folder, or a blend of several, as its manifests describe it."""
 
-    #: packs and samples in the train split; in a blend, in all its datasets
+    #: packs in the train split; in a blend, in all its datasets
     num_packs: int
-    num_samples: int
     #: samples per pack as drawn: in a blend, weighted by each dataset's share of the packs
     samples_per_pack: float
     #: seq_length of the longest packs
@@ -60,39 +59,32 @@ class PackedData:
 def read_packed_data(path: str | Path) -> PackedData:
     """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
     Raises StageError if a folder has no manifest, or datasets were measured differently."""
-    folders = _folders(path)
-    manifests = [_read_manifest(folder) for folder, _ in folders]
+    folders, weights = zip(*_folders(path), strict=True)
+    manifests = [_read_manifest(folder) for folder in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
-    _require_one_model(path, [folder for folder, _ in folders], models)
+    _require_one_model(path, folders, models)
     packs = [manifest.total("packs") for manifest in manifests]
     samples = [manifest.total("samples") for manifest in manifests]
-    shares = [weight / sum(each for _, each in folders) for _, weight in folders]
-    drawn = sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True))
+    shares = [weight / sum(weights) for weight in weights]
     hashes = [manifest.content_hash for manifest in manifests]
-    weighted = [*zip(hashes, shares, strict=True)]
-    pack_options = [manifest.config.get("pack", {}) for manifest in manifests]
-    order = pack_options[0].get("order")
+    weighted, is_blend = [*zip(hashes, shares, strict=True)], len(folders) > 1
+    order = manifests[0].config.get("pack", {}).get("order")
     shards = [shard for manifest in manifests for shard in manifest.shards]
     return PackedData(
         num_packs=sum(packs),
-        num_samples=sum(samples),
-        samples_per_pack=drawn,
+        samples_per_pack=sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True)),
         seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
-        content_hash=hashes[0] if len(hashes) == 1 else hash_bytes(repr(weighted).encode()),
+        content_hash=hash_bytes(repr(weighted).encode()) if is_blend else hashes[0],
         num_val_packs=sum(manifest.total("packs", "val") for manifest in manifests),
         tasks=tuple(manifest.task for manifest in manifests),
-        blended=tuple(
-            (folder, own, share)
-            for (folder, _), own, share in zip(folders, packs, shares, strict=True)
-            if len(folders) > 1
-        ),
+        blended=tuple(zip(folders, packs, shares, strict=True)) if is_blend else (),
         has_media=any(
             not shard.media or shard.media.strip("0") for shard in shards if shard.split == "train"
         ),
-        ordered_for=int(order["num_ranks"]) if order and len(manifests) == 1 else None,
+        ordered_for=int(order["num_ranks"]) if order and not is_blend else None,
         has_trees=any(manifest.version == 2 for manifest in manifests),
-        datasets={absolute(f): found for (f, _), found in zip(folders, hashes, strict=True)},
+        datasets=dict(zip(map(absolute, folders), hashes, strict=True)),
         has_mixture=any(manifest.has_mixture for manifest in manifests),
     )
 

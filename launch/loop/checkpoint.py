@@ -25,7 +25,7 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -110,8 +110,16 @@ class CheckpointFolder:
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         generators = {"system": SystemRng.save_state(), "cuda": cuda}
         state = {"data": data.state(), "generators": generators}
-        written = [_save_tensors(temporary / _OF_RANK.format(self._rank), state)]
-        written += temporary.glob(f"shard-{self._rank + 1:05d}-*")
+        own = temporary / _OF_RANK.format(self._rank)
+        with translate_disk_full(own), open(own, "wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:
+                # torch's "unexpected pos", when it closes the file after a write that failed
+                raise (error.__context__ or error) from None
+            file.flush()
+            os.fsync(file.fileno())
+        written = [own, *temporary.glob(f"shard-{self._rank + 1:05d}-*")]
         # Each rank hashes its own files: their content is still in memory, and on a network file
         # system other ranks may see them late.
         hashes = on_all_ranks({path.name: hash_file(path) for path in written})
@@ -238,18 +246,6 @@ class CheckpointFolder:
         return tensors, files
 
 
-def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:
-    with translate_disk_full(path), open(path, "wb") as file:
-        try:
-            torch.save(dict(state), file)
-        except RuntimeError as error:
-            # torch's "unexpected pos", when it closes the file after a write that failed
-            raise (error.__context__ or error) from None
-        file.flush()
-        os.fsync(file.fileno())
-    return path
-
-
 @contextmanager
 def _loading(path: Path) -> Iterator[None]:
     """Raise DamagedError for content that this module did not write. The library's own error is
@@ -319,13 +315,10 @@ _STEP: Final = "packs_per_step"
 
 def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> RunRecord:
     """Collect the settings that a checkpoint keeps of its run: plain values by dotted name."""
-    content = config.model_dump(mode="json")
     compared = {
-        # A set's order differs between processes.
-        f"{section}.{name}": sorted(value) if name == "freeze" else value
-        for section, own in content.items()
-        for name, value in own.items()
-        if section not in _FREE and f"{section}.{name}" not in _FREE
+        name: value
+        for name, value in config.settings.items()
+        if name not in _FREE and name.partition(".")[0] not in _FREE
     }
     compared |= {
         "model.built_by": type(config.model).__name__,

@@ -9,7 +9,7 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -200,11 +200,9 @@ class MetricsLog:
         tracker is asked for but not installed."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
-        asked = {"tensorboard": config.tensorboard and "here", "wandb": config.wandb}
-        asked["swanlab"] = config.swanlab
         self._trackers = [
-            Tracker(package, folder, project, iteration)
-            for package, project in asked.items()
+            open_tracker(package, folder, str(project), iteration)
+            for package, project in config.model_dump(exclude={"log_every"}).items()
             if project
         ]
         if self._path.exists():
@@ -216,13 +214,13 @@ class MetricsLog:
         """Add one line."""
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
-        for tracker in self._trackers:
-            tracker.log(metrics, iteration)
+        for log, _ in self._trackers:
+            log(metrics, iteration)
 
     def close(self) -> None:
         """Write the trackers' pending figures."""
-        for tracker in self._trackers:
-            tracker.finish()
+        for _, finish in self._trackers:
+            finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -231,41 +229,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-class Tracker:
-    """A run in TensorBoard, Weights & Biases or SwanLab, begun or continued under the same name.
-    WANDB_MODE=offline and SWANLAB_MODE=offline keep it in the folder."""
+def open_tracker(
+    package: str, folder: Path, project: str, iteration: int
+) -> tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]:
+    """Begin a run in TensorBoard, Weights & Biases or SwanLab, or continue it under the same name
+    after step `iteration`. WANDB_MODE=offline and SWANLAB_MODE=offline keep it in the folder.
+    Returns the functions that log a step's values, and that write what is pending at the end.
+    Raises ValueError without the package."""
+    is_board = package == "tensorboard"
+    try:
+        module = importlib.import_module("torch.utils.tensorboard" if is_board else package)
+    except ImportError as error:
+        raise ValueError(
+            f"metrics.{package} needs the {package} package: pip install {package}, or set "
+            f"metrics.{package}={'false' if is_board else 'null'}"
+        ) from error
+    if is_board:
+        board = module.SummaryWriter(str(folder / package), purge_step=iteration + 1)
 
-    def __init__(self, package: str, folder: Path, project: str, iteration: int) -> None:
-        """Open it to continue after step `iteration`. Raises ValueError without the package."""
-        is_board = package == "tensorboard"
-        try:
-            module = importlib.import_module("torch.utils.tensorboard" if is_board else package)
-        except ImportError as error:
-            raise ValueError(
-                f"metrics.{package} needs the {package} package: pip install {package}, or set "
-                f"metrics.{package}={'false' if is_board else 'null'}"
-            ) from error
-        self._board: Any = None
-        if is_board:
-            self._board = module.SummaryWriter(str(folder / package), purge_step=iteration + 1)
-            return
-        place = {"log_dir": str(folder / "swanlog")} if package == "swanlab" else {"dir": folder}
-        run_id = hash_bytes(str(folder.resolve()).encode())[:16]
-        self._run = module.init(
-            project=project, id=run_id, name=folder.name, resume="allow", **place
-        )
+        def log(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the values of a step."""
-        if self._board is None:
-            self._run.log(dict(values), step=step)
-            return
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        """Write what is pending."""
-        if self._board is None:
-            self._run.finish()
-        else:
-            self._board.close()
+        return log, board.close
+    place = {"log_dir": str(folder / "swanlog")} if package == "swanlab" else {"dir": folder}
+    run_id = hash_bytes(str(folder.resolve()).encode())[:16]
+    run = module.init(project=project, id=run_id, name=folder.name, resume="allow", **place)
+    return lambda values, step: run.log(dict(values), step=step), run.finish

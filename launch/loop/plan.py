@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -149,53 +149,47 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
         logger.info(
             "%.2f%% of them from %s: %.2f times its %d packs", 100 * share, folder, drawn / own, own
         )
-    _warn(config, data, StagePlan(iterations, packs, accumulation), data_parallel)
-    return StagePlan(iterations, packs, accumulation)
+    plan = StagePlan(iterations, packs, accumulation)
+    for remark in _remarks(config, data, plan, data_parallel):
+        logger.warning(remark)
+    return plan
 
 
-def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel: int) -> None:
-    """Warn if a stage differs from the recipe, if there are too few packs or ranks, and if packs
+def _remarks(
+    config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel: int
+) -> Iterator[str]:
+    """Say where a stage differs from the recipe, if there are too few packs or ranks, and if packs
     are ordered for another number of ranks."""
     packs, iterations = plan.packs_per_step, plan.iterations
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:
-        logger.warning(
-            "batch.global_batch_size %d becomes about %.0f samples, as a step takes whole packs on "
-            "every rank; set it to that, or lower micro_batch_size or the number of ranks",
-            asked,
-            given,
+        yield (
+            f"batch.global_batch_size {asked} becomes about {given:.0f} samples, as a step takes "
+            "whole packs on every rank; set it to that, or lower micro_batch_size or the number of "
+            "ranks"
         )
     if not config.data.repeat and iterations * packs > data.num_packs + packs:
-        logger.warning(
-            "data.repeat=false ends the run after %d of %d steps, before the learning rate has "
-            "decayed; set data.repeat=true, or train.epochs=1",
-            -(-data.num_packs // packs),
-            iterations,
+        yield (
+            f"data.repeat=false ends the run after {-(-data.num_packs // packs)} of {iterations} "
+            "steps, before the learning rate has decayed; set data.repeat=true, or train.epochs=1"
         )
     if packs > data.num_packs:
-        logger.warning(
-            "a step takes %d packs, but there are only %d, so that each step passes over all data; "
-            "lower batch.%s",
-            packs,
-            data.num_packs,
-            "global_batch_size" if config.batch.global_batch_size else "global_batch_packs",
+        yield (
+            f"a step takes {packs} packs, but there are only {data.num_packs}, so that each step "
+            "passes over all data; lower batch.global_batch_" + ("size" if asked else "packs")
         )
     if data.has_mixture and config.data.order == "balanced":
-        logger.warning(
-            "the packs of %s follow a mixture in their written order (pack.mixture), which "
-            "data.order=balanced changes; set data.order=written",
-            config.data.path,
+        yield (
+            f"the packs of {config.data.path} follow a mixture in their written order "
+            "(pack.mixture), which data.order=balanced changes; set data.order=written"
         )
     if data_parallel == 1 and getattr(config.model, "fsdp", False):
-        logger.warning("model.fsdp=true shards nothing on one rank; start more, or leave it out")
+        yield "model.fsdp=true shards nothing on one rank; start more, or leave it out"
     order = data.ordered_for or data_parallel
     # A divisor of these ranks reads whole steps, if every step has a pack for every rank.
     is_served = order == data_parallel or order % data_parallel + data.num_packs % order == 0
-    is_for_others = not is_served and data_parallel > 1
-    if is_for_others and config.data.order != "balanced":
-        logger.warning(
-            "the packs are ordered for %d data parallel ranks (pack.order), but %d are running and "
-            "will wait for each other; set data.order=balanced",
-            data.ordered_for,
-            data_parallel,
+    if not is_served and data_parallel > 1 and config.data.order != "balanced":
+        yield (
+            f"the packs are ordered for {order} data parallel ranks (pack.order), but "
+            f"{data_parallel} are running and will wait for each other; set data.order=balanced"
         )

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -99,20 +98,17 @@ def build_trainer(
     model = build_run_model(config, largest, encoder, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     logger.info("on %s: %s", name, model.kernels())
-    is_alone = distributed.get_world_size() == 1
-
-    def even(batches: Any) -> Any:
-        """Wrap micro batches so that no rank waits for another in transformers' models."""
-        if batches is None or is_alone or not isinstance(config.model, TransformersModelConfig):
-            return batches
-        return EvenRows(batches, FAMILIES[config.model.family], model.hf_config, device)
-
+    if isinstance(config.model, TransformersModelConfig) and distributed.get_world_size() > 1:
+        even = EvenRows(FAMILIES[config.model.family], model.hf_config, device)
+        for one in stages:
+            for batches in filter(None, (one.train, one.validation)):
+                batches.even = even
     trainer = Trainer(
         config,
         plan,
         model=model,
         optimizer=build_optimizer(config, model, device),
-        stages=[replace(s, train=even(s.train), validation=even(s.validation)) for s in stages],
+        stages=stages,
         checkpoints=checkpoints,
         device=device,
     )
@@ -254,15 +250,9 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
     a variable or a field differs, for example if one node got another command."""
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
     own["--accept-mismatch"] = ", ".join(sorted(accept_mismatch))
-    for section, content in config.model_dump(mode="json").items():
-        for field, value in content.items():  # a set's order differs between processes
-            own[f"{section}.{field}"] = str(
-                sorted(value, key=str) if isinstance(value, list) else value
-            )
     own["stages of data.path"] = str(len(config.data.paths))
-    # nodes may mount them elsewhere
-    for path in ("data.path", "output.path", "model.checkpoint"):
-        del own[path]
+    elsewhere = ("data.path", "output.path", "model.checkpoint")  # where other nodes mount them
+    own |= {name: str(value) for name, value in config.settings.items() if name not in elsewhere}
     first, *others = on_all_ranks(own)
     for rank, theirs in enumerate(others, 1):
         for name, value in first.items():

@@ -16,6 +16,7 @@ prefix trees a branch begins with the states that its trunk leaves: through the 
 or, with the kernels of flash-linear-attention, in one call on all trunks and one on all branches.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -25,6 +26,7 @@ from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,7 +36,7 @@ from launch.model.packed_attention import (
     register_attention,
     tree_attention,
 )
-from launch.model.prefix_trees import RowTrees
+from launch.model.prefix_trees import RowTrees, as_trees
 from task_encoders.families import FAMILIES
 
 #: Kinds of layers that see other tokens through the attention mask alone.
@@ -195,8 +197,14 @@ def _image_blocks(config: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(is_image, begins.cumsum(-1) - 1, -1)
 
 
-def with_image_blocks(trees: RowTrees, config: Any, tokens: torch.Tensor) -> RowTrees:
-    """Add the images of a row (1, S) to it, for a model in which their tokens see each other."""
+def trees_of_row(config: Any, params: PackedSeqParams, tokens: torch.Tensor) -> RowTrees | None:
+    """Describe a row (1, S) for a model with `tree_attention`, with its images if their tokens see
+    each other; None for another model. Raises ValueError if the row has trees nevertheless."""
+    if not has_tree_attention(config):
+        if isinstance(params, RowTrees):
+            raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
+        return None
+    trees = as_trees(params)
     if not _shows_images(config):
         return trees
     return dataclasses.replace(trees, blocks=_image_blocks(config, tokens)[0])
@@ -269,7 +277,8 @@ def _by_segment(
     cache = "cache" if "cache" in inspect.signature(forward).parameters else "cache_params"
     left, outputs = dict[int, _States](), []
     for number, (trunk, part) in enumerate(zip(segment_trunks, parts, strict=True)):
-        states = _States() if trunk < 0 else left[trunk].copy()
+        # A branch changes its own states and not the trunk's.
+        states = _States() if trunk < 0 else copy.copy(left[trunk])
         outputs.append(forward(part, *args, **{**kwargs, cache: states}))
         if trunk < 0:
             left[number] = states
@@ -280,12 +289,8 @@ class _States:
     """State of a recurrent layer after a segment, with the methods of transformers' cache: the last
     inputs of its convolution, and the state of its delta rule. Gradients flow through both."""
 
-    def __init__(self, conv: Any = None, recurrent: Any = None) -> None:
-        self._conv, self._recurrent = conv, recurrent
-
-    def copy(self) -> "_States":
-        """Copy the states for a branch, which changes its own and not the trunk's."""
-        return _States(self._conv, self._recurrent)
+    _conv: torch.Tensor | None = None
+    _recurrent: torch.Tensor | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._conv

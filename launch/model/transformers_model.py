@@ -21,15 +21,14 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import replace_folder, token_losses, write_companions
-from launch.model.prefix_trees import RowTrees, as_trees, layout_of
+from launch.model.prefix_trees import layout_of
 from launch.model.segments import (
     check_attention,
-    has_tree_attention,
     isolate_segments,
+    trees_of_row,
     use_tree_attention,
     use_varlen_attention,
     why_no_flash,
-    with_image_blocks,
 )
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import cost_of_sizes
@@ -88,13 +87,10 @@ class PackedTransformersModel(nn.Module):
         return losses
 
     def _segments(self, row: PackedBatch, params: PackedSeqParams) -> dict[str, Any]:
-        """Make the arguments that keep the samples of a row apart. Raises ValueError for a row with
-        prefix trees, if the model was not given their attention."""
-        if not has_tree_attention(self.hf_config):
-            if isinstance(params, RowTrees):
-                raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
+        """Make the arguments that keep the samples of a row apart. Raises as `trees_of_row`."""
+        trees = trees_of_row(self.hf_config, params, row.tokens)
+        if trees is None:
             return segment_kwargs(row.position_ids, layout_of(params))
-        trees = with_image_blocks(as_trees(params), self.hf_config, row.tokens)
         return {**segment_kwargs(row.position_ids, None), "row_trees": trees}
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -133,18 +129,15 @@ class PackedTransformersModel(nn.Module):
                 model.load_state_dict(named)
         is_alone = not distributed.is_initialized()  # in transformers' Trainer
         if is_alone or distributed.get_rank() == 0:
-            self._save(model, folder)
+            if hasattr(model, "peft_config"):
+                with replace_folder(folder.with_name("lora")) as temporary:
+                    model.save_pretrained(temporary)
+                model = model.merge_and_unload()
+            with replace_folder(folder) as temporary:
+                model.save_pretrained(temporary)
+                write_companions(temporary, self.hf_config, self.checkpoint)
         if not is_alone:
             distributed.barrier()
-
-    def _save(self, model: Any, folder: Path) -> None:
-        if hasattr(model, "peft_config"):
-            with replace_folder(folder.with_name("lora")) as temporary:
-                model.save_pretrained(temporary)
-            model = model.merge_and_unload()
-        with replace_folder(folder) as temporary:
-            model.save_pretrained(temporary)
-            write_companions(temporary, self.hf_config, self.checkpoint)
 
 
 def build_transformers_model(

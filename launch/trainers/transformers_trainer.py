@@ -18,7 +18,7 @@ attention is then computed in autocast's dtype, without the mask of S × S that 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -26,16 +26,17 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from launch.model.prefix_trees import as_trees, segment_params
+from launch.model.prefix_trees import segment_params
 from launch.model.segments import (
     check_positions,
     has_tree_attention,
     isolate_segments,
+    trees_of_row,
     use_tree_attention,
-    with_image_blocks,
 )
 from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import pixel_kwargs, token_kwargs
 from task_encoders.samples import IGNORE_INDEX
@@ -44,19 +45,10 @@ from task_encoders.versions import require_supported
 require_supported("transformers")
 
 
-class Packs(Protocol):
-    """`PackedFolder` with a task encoder."""
-
-    task_encoder: Any
-
-    def __len__(self) -> int: ...
-    def batch(self, numbers: Sequence[int], /) -> PackedBatch: ...
-
-
 class UnreadPacks(Dataset[dict[str, Any]]):
     """Packs that `collate_packed` will read, in the loader's workers."""
 
-    def __init__(self, packs: Packs) -> None:
+    def __init__(self, packs: PackedFolder) -> None:
         self._packs = packs
 
     def __len__(self) -> int:
@@ -74,8 +66,8 @@ def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Labels stay as they are: transformers shifts them inside, and the first of every sub-sample is
     ignored, so the number of labels that Trainer divides by is exact too.
     """
-    packs: Packs = items[0]["packs"]
-    batch = packs.batch([item["number"] for item in items])
+    packs = items[0]["packs"]
+    batch: PackedBatch = packs.batch([item["number"] for item in items])
     return {**token_kwargs(batch, trees=packs.task_encoder.trees), "batch": batch}
 
 
@@ -91,7 +83,9 @@ class TrainsPacks:
             its weights are in 16 bits and nothing keeps them in float32.
     """
 
-    def __init__(self, *, args: TrainingArguments, train_dataset: Packs, **kwargs: Any) -> None:
+    def __init__(
+        self, *, args: TrainingArguments, train_dataset: PackedFolder, **kwargs: Any
+    ) -> None:
         if args.n_gpu > 1:
             raise ValueError(
                 f"one process sees {args.n_gpu} GPUs and would slice rows over them; start with "
@@ -121,7 +115,7 @@ class TrainsPacks:
             warn_of_mixed_steps(train_dataset, args.world_size, args.per_device_train_batch_size)
 
     @staticmethod
-    def as_dataset(packs: Packs) -> Any:
+    def as_dataset(packs: PackedFolder) -> Any:
         """Wrap packs in a form that the trainer accepts."""
         return UnreadPacks(packs)
 
@@ -149,17 +143,15 @@ class TrainsPacks:
             batch = given["batch"].to(self.args.device, non_blocking=True)  # type: ignore[attr-defined]
             prepared |= pixel_kwargs(batch)
             config = self.model.config  # type: ignore[attr-defined]
-            if has_tree_attention(config):
-                trees = as_trees(segment_params(batch))
-                prepared["row_trees"] = with_image_blocks(trees, config, batch.tokens)
-            elif "cu_seq_lens_q" not in given:
-                raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
+            if batch.parents.numel() or has_tree_attention(config):
+                trees = trees_of_row(config, segment_params(batch), batch.tokens)
+                prepared["row_trees"] = trees
         return prepared
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         args: TrainingArguments = self.args  # type: ignore[attr-defined]
         size = args.per_device_train_batch_size
-        if size > 1 and getattr(self._packs, "uniform_ranks", 0):
+        if size > 1 and self._packs.uniform_ranks:
             return dealt_in_rows(len(self._packs), args.world_size, size).tolist()
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
 

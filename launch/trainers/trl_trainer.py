@@ -19,7 +19,8 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from launch.trainers.transformers_trainer import Packs, TrainsPacks
+from launch.trainers.transformers_trainer import TrainsPacks
+from task_encoders.loading.packed_folder import PackedFolder
 
 
 class PackedSFTTrainer(TrainsPacks, SFTTrainer):
@@ -35,11 +36,11 @@ class PackedSFTTrainer(TrainsPacks, SFTTrainer):
         super().__init__(args=args, **kwargs)
 
     @staticmethod
-    def as_dataset(packs: Packs) -> Dataset:
+    def as_dataset(packs: PackedFolder) -> Dataset:
         """Make a table of numbers, whose rows are the items of `UnreadPacks`."""
         numbers = Dataset.from_dict({"number": range(len(packs))})
         return numbers.with_transform(partial(_with_packs, packs))
 
 
-def _with_packs(packs: Packs, rows: dict[str, list[int]]) -> dict[str, list[Any]]:
+def _with_packs(packs: PackedFolder, rows: dict[str, list[int]]) -> dict[str, list[Any]]:
     return {"packs": [packs] * len(rows["number"]), **rows}

@@ -123,17 +123,8 @@ class RecordedBatches:
         self.keys += row.__key__
         return fold_vocabulary(row)
 
-    def state(self) -> Any:
-        return self._batches.state()
-
-    def restore(self, state: Any) -> None:
-        self._batches.restore(state)
-
-    def restart(self) -> None:
-        self._batches.restart()
-
-    def close(self) -> None:
-        self._batches.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 class KilledError(BaseException):

@@ -16,7 +16,7 @@ from launch.model.megatron.weights import gather_weights, weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
-from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.model_inputs import to_packed_seq_params, token_types
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
 
@@ -130,7 +130,7 @@ def random_sample(
     videos = np.array([g for g in grids if len(g) == 3], dtype=np.int32).reshape(-1, 3)
     positions, _ = reference.model.get_rope_index(
         torch.from_numpy(tokens)[None],
-        mm_token_type_ids=token_types(torch.from_numpy(tokens)[None]),
+        mm_token_type_ids=token_types(torch.from_numpy(tokens)[None], SPECIAL),
         image_grid_thw=torch.from_numpy(images).long(),
         video_grid_thw=torch.from_numpy(videos).long(),
     )
@@ -149,11 +149,6 @@ def random_sample(
         video_grid_thw=videos,
         normalisation=NORMALISATION,
     )
-
-
-def token_types(tokens: torch.Tensor) -> torch.Tensor:
-    """transformers' mm_token_type_ids: 0 text, 1 image, 2 video."""
-    return (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
 
 
 #: Content of a row: (text tokens, media) per sub-sample; an image's grid is (h, w), a video's
@@ -229,7 +224,7 @@ def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
         if len(getattr(sample, grids)):
             inputs[pixels] = torch.from_numpy(getattr(sample, pixels))
             inputs[grids] = torch.from_numpy(getattr(sample, grids)).long()
-            inputs["mm_token_type_ids"] = token_types(tokens)
+            inputs["mm_token_type_ids"] = token_types(tokens, SPECIAL)
     return inputs
 
 

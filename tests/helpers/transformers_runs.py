@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from launch.loop.setup import run
 from launch.loop.trainer import Trainer
 from launch.train_transformers import load_config, main
-from offline_packing.runs.run import Run
 from tests.helpers.packed_runs import KilledError, losses
 from tests.helpers.tiny_families import encoder_options
 
@@ -25,27 +24,20 @@ STEPS = 6
 Case = Callable[[str], Path]
 
 
-def case_run(world: Any, name: str, **sections: dict[str, Any]) -> Run:
-    """Return a run of a `World` over dialogues, or "of videos", for a family's tiny checkpoint."""
+def make_case(world: Any, name: str, folder: Path) -> None:
+    """Link a family's tiny checkpoint with a tokenizer as `model`, and dialogues, or "of videos",
+    packed for it as `packed`."""
     family, _, kind = name.partition(" of ")
     checkpoint = world.checkpoint(f"{family}_moe" if kind == "experts" else family)
-    model = {"family": family, "processor": str(checkpoint), "max_pixels": None}
-    output = {"packs_per_shard": 8, "split": {"train": 0.85, "val": 0.15}}
-    run: Run = world.run(
+    packed = world.packed(
         "videos" if kind == "videos" else "bmr",
-        model=model | encoder_options(family),
-        output=output | sections.pop("output", {}),
-        **sections,
+        model={"family": family, "processor": str(checkpoint), "max_pixels": None}
+        | encoder_options(family),
+        output={"packs_per_shard": 8, "split": {"train": 0.85, "val": 0.15}},
     )
-    return run
-
-
-def make_case(world: Any, name: str, folder: Path) -> None:
-    """Link a tiny checkpoint with a tokenizer as `model`, and dialogues for it as `packed`."""
-    run = case_run(world, name)
     folder.mkdir()
-    (folder / "model").symlink_to(str(run.config.model.processor))
-    (folder / "packed").symlink_to(run.workspace.root)
+    (folder / "model").symlink_to(checkpoint)
+    (folder / "packed").symlink_to(packed)
 
 
 def command(folder: Path, output: Path, *overrides: str, family: str = "qwen2_vl") -> list[str]:

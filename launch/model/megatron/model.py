@@ -35,15 +35,16 @@ from launch.model.megatron.attention import PackedCoreAttention
 from launch.model.megatron.context_parallel import RowPart, cut_row
 from launch.model.megatron.tower import Medium, build_visual, media_features, picture_features
 from launch.model.megatron.weights import (
+    WRITTEN,
     CheckpointReader,
-    RandomWeights,
     gather_weights,
     head_dim_of,
     load_weights,
     model_rules,
+    published_name,
     published_shapes,
+    random_weights,
     write_checkpoint,
-    written_name,
 )
 from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import token_losses
@@ -311,9 +312,9 @@ class PackedMegatronModel(MegatronModule):
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Gather tensors over the first tensor parallel group, and write them on rank 0."""
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            names = self._family.tensor_names
+            names = WRITTEN[self._family.tensor_names]
             gathered = gather_weights(self, self.hf_config)
-            tensors = ((written_name(name, names), tensor) for name, tensor in gathered)
+            tensors = ((published_name(name, names), tensor) for name, tensor in gathered)
             write_checkpoint(folder, tensors, self.hf_config, like=self.checkpoint)
         torch.distributed.barrier()
 
@@ -460,9 +461,9 @@ def build_model(
             f"here: it has {unused[0]}; use python -m launch.train_transformers"
         )
     if config.checkpoint is None:
-        load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed=seed, device=device))
+        load_weights(model, hf_config, random_weights(hf_config, shapes, seed=seed, device=device))
     else:
         with CheckpointReader(config.checkpoint, shapes) as reader:
-            load_weights(model, hf_config, reader)
+            load_weights(model, hf_config, reader.read)
     model.checkpoint = config.checkpoint
     return model

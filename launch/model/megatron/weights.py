@@ -37,6 +37,9 @@ from launch.model.packed_model import replace_folder, write_companions
 from task_encoders.families.base.family import TensorNames
 
 Tensors = list[torch.Tensor]
+#: (name, dim, rank, size) -> the rank-th of `size` equal slices of a tensor along `dim`; None: the
+#: whole
+ReadSlice = Callable[[str, int | None, int, int], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,17 +119,15 @@ def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]
 
 
 @torch.no_grad()
-def load_weights(
-    model: torch.nn.Module, hf_config: Any, source: "RandomWeights | CheckpointReader"
-) -> None:
+def load_weights(model: torch.nn.Module, hf_config: Any, read: ReadSlice) -> None:
     """Fill this rank's parameters, and mark those that tensor parallel ranks divide. Raises
-    ValueError if a tensor of the source has another shape than the model's."""
+    ValueError if a tensor that is read has another shape than the model's."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     rules = model_rules(model, hf_config)
     for name, parameter in model.named_parameters():
         rule = rules[name]
-        value = rule.join([source.read(part, rule.dim, rank, size) for part in rule.names])
+        value = rule.join([read(part, rule.dim, rank, size) for part in rule.names])
         if value.shape != parameter.shape:
             raise ValueError(
                 f"{', '.join(rule.names)}: shape {tuple(value.shape)} on this rank, the model has "
@@ -165,34 +166,26 @@ def _gather(part: torch.Tensor, dim: int | None) -> torch.Tensor | None:
     return None if parts is None else torch.cat([p.cpu() for p in parts], dim=dim)
 
 
-class RandomWeights:
-    """Random weights that depend on seed and name only, not on the number of ranks: matrices of
-    N(0, initializer_range²), norms and scales 1, biases 0. They are drawn on the training device:
-    2 billion take half a minute on a CPU core."""
+def random_weights(
+    hf_config: Any, shapes: Mapping[str, Sequence[int]], *, seed: int, device: torch.device
+) -> ReadSlice:
+    """Make a reader of random weights that depend on seed and name only, not on the number of
+    ranks: matrices of N(0, initializer_range²), norms and scales 1, biases 0. They are drawn on the
+    training device: 2 billion take half a minute on a CPU core."""
 
-    def __init__(
-        self,
-        hf_config: Any,
-        shapes: Mapping[str, Sequence[int]],
-        *,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self._hf_config, self._shapes = hf_config, shapes
-        self._seed, self._device = seed, device
-
-    def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
-        """Draw a slice of a tensor, see `CheckpointReader.read`."""
-        tensor = torch.ones(*self._shapes[name], device=self._device)
+    def read(name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+        tensor = torch.ones(*shapes[name], device=device)
         if tensor.ndim > 1:
             name_seed = zlib.crc32(name.encode()) << 16
-            generator = torch.Generator(self._device).manual_seed(self._seed + name_seed)
+            generator = torch.Generator(device).manual_seed(seed + name_seed)
             part = "text" if part_of(name) == "language" else "vision"
-            std = getattr(self._hf_config, f"{part}_config").initializer_range
+            std = getattr(hf_config, f"{part}_config").initializer_range
             tensor.normal_(0, std, generator=generator)
         elif name.endswith("bias"):
             tensor.zero_()
         return tensor if dim is None else tensor.chunk(size, dim)[rank]
+
+    return read
 
 
 #: Prefixes of names in other checkpoints, in transformers' memory, and of a tower in our model ->
@@ -208,26 +201,16 @@ _RENAMED: Final = {
     "visual.multi_modal_projector.": "multi_modal_projector.",
 }
 #: The reverse, by family.TensorNames.
-_WRITTEN: Final[Mapping[TensorNames, Mapping[str, str]]] = {
+WRITTEN: Final[Mapping[TensorNames, Mapping[str, str]]] = {
     "plain": {},
     "nested": {"model.": "model.language_model.", "visual.": "model.visual."},
     "llava": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 }
 
 
-def published_name(name: str) -> str:
+def published_name(name: str, prefixes: Mapping[str, str] = _RENAMED) -> str:
     """Return the name that a tensor has in Qwen2-VL's checkpoints, or would have:
-    model.language_model.norm.weight -> model.norm.weight."""
-    return _renamed(name, _RENAMED)
-
-
-def written_name(name: str, names: TensorNames) -> str:
-    """Return the name that a tensor has in checkpoints of other families:
-    model.norm.weight -> model.language_model.norm.weight."""
-    return _renamed(name, _WRITTEN[names])
-
-
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    model.language_model.norm.weight -> model.norm.weight; or with other prefixes, see `WRITTEN`."""
     for prefix, other in prefixes.items():
         if name.startswith(prefix):
             return other + name.removeprefix(prefix)
@@ -264,7 +247,7 @@ class CheckpointReader(contextlib.ExitStack):
             )
 
     def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
-        """Read the rank-th of `size` equal slices of a tensor along `dim` (None: the whole)."""
+        """Read a slice of a tensor, see `ReadSlice`."""
         file, stored = self._files[name]
         if dim is None or size == 1:
             return file.get_tensor(stored)
@@ -314,20 +297,16 @@ def write_checkpoint(
             weights, temporary, max_shard_size=max_shard_bytes, metadata={"format": "pt"}
         )
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        _write_config(temporary, hf_config, dtype, like)
         write_companions(temporary, hf_config, like)
-
-
-def _write_config(folder: Path, hf_config: Any, dtype: str, like: Path | None) -> None:
-    """Write config.json: a checkpoint's own, byte for byte, unless the dtype changed."""
-    if like is None:
-        architecture = type(hf_config).__name__.replace("Config", "ForConditionalGeneration")
-        values = {**hf_config.to_dict(), "dtype": dtype, "architectures": [architecture]}
-        type(hf_config).from_dict(values).save_pretrained(folder)
-        return
-    text = (like / "config.json").read_text()
-    values = json.loads(text)
-    key = "dtype" if "dtype" in values else "torch_dtype"
-    if values.get(key) != dtype:
-        text = json.dumps({**values, key: dtype}, indent=2) + "\n"
-    (folder / "config.json").write_text(text)
+        if like is None:
+            architecture = type(hf_config).__name__.replace("Config", "ForConditionalGeneration")
+            values = {**hf_config.to_dict(), "dtype": dtype, "architectures": [architecture]}
+            type(hf_config).from_dict(values).save_pretrained(temporary)
+            return
+        # The checkpoint's own config.json, byte for byte, unless the dtype changed.
+        text = (like / "config.json").read_text()
+        values = json.loads(text)
+        key = "dtype" if "dtype" in values else "torch_dtype"
+        if values.get(key) != dtype:
+            text = json.dumps({**values, key: dtype}, indent=2) + "\n"
+        (temporary / "config.json").write_text(text)

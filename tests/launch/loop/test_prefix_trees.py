@@ -1,23 +1,17 @@
 """Training on packs whose samples share prefixes: as on the same packs without; and what is refused
 before weights are read."""
 
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.energon import WorkerConfig
-from megatron.energon.errors import FatalSampleError
 from torch import distributed
 
 from launch.config import LaunchConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.even_rows import EvenRows
-from launch.data.packed_data import read_packed_data
 from launch.loop import setup
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
@@ -25,24 +19,18 @@ from launch.model import packed_attention
 from launch.train_transformers import TransformersConfig
 from launch.trainers.shared import open_as_measured
 from offline_packing.errors import StageError
-from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.packed_runs import make_config, make_trainer, step_lines
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.shared_media import tree_folders
-from tests.helpers.tiny_families import encoder_options, tiny_model
+from tests.helpers.shared_media import few_trees, tree_folders
+from tests.helpers.tiny_families import tiny_model
 from tests.helpers.transformers_runs import command
 from tests.helpers.transformers_runs import train as train_transformers
 from tests.world import World
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
-
-
-ALONE = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
 
 @pytest.fixture
@@ -58,7 +46,7 @@ def train(folder: Path, output: Path, **sections: Any) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
+@pytest.mark.parametrize("normalization", ["token", "sqrt"])
 def test_steps_are_those_of_the_samples_without_trees(
     normalization: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -122,55 +110,19 @@ def test_what_knows_no_trees_is_refused_before_weights_are_read(
         setup.build_trainer(kind.model_validate(content), initialize_parallel(1))
 
 
-def task_encoder(folder: Path, kind: Any = PackedTaskEncoder, **options: Any) -> Any:
-    data = read_packed_data(folder)
-    return kind(seq_length=data.seq_length, model=data.model, **options)
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    "trainers": lambda folder: open_as_measured(folder, "any trainer"),
-    "by number": lambda folder: PackedFolder(folder, task_encoder(folder)),
-    "energon": lambda folder: get_packed_train_dataset(
-        folder, task_encoder(folder), worker_config=ALONE
-    ),
-    "online": lambda folder: get_online_train_dataset(
-        folder, task_encoder(folder, OnlineTaskEncoder), worker_config=ALONE
-    ),
-}
-
-
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_other_readers_refuse_to_open_them(
-    read: Callable[[Path], Any], folders: tuple[Path, Path]
-) -> None:
-    read(folders[0])
-    with pytest.raises(PackingSettingsError, match=f"{folders[1]} holds samples that share prefix"):
-        read(folders[1])
-
-
-def test_without_its_manifest_a_pack_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    encoder = task_encoder(folders[1])
-    shutil.copytree(folders[1], tmp_path / "packs")
-    (tmp_path / "packs" / "manifest.json").unlink()
-    packs = PackedFolder(tmp_path / "packs", encoder)
-    with pytest.raises(FatalSampleError, match=r"pack '.*ps_.*' holds samples that share prefixes"):
-        packs.batch([0])
-    energons = get_packed_train_dataset(tmp_path / "packs", encoder, worker_config=ALONE)
-    with pytest.raises(FatalSampleError, match="holds samples that share prefixes"):
-        next(iter(get_packed_loader(energons)))
+def trees_of(folder: Path) -> PackedBatch:
+    return open_as_measured(folder, "any trainer", trees=True)[0].batch([0, 1])
 
 
 def _even(folder: Path) -> list[list[int]]:
     """Parents and boundaries of a row beside a rank that has a video; and parents of one that was
     sent."""
     device = initialize_parallel(1)
-    own = PackedFolder(folder, task_encoder(folder, trees=True)).batch([0, 1])
+    own = trees_of(folder)
     config = tiny_model("qwen2_vl", {"image_token_id": 1, "video_token_id": 2}).config
     other = replace(own, video_grid_thw=own.image_grid_thw[:1])
-    rank = distributed.get_rank()
-    rows: Any = SimpleNamespace(next=lambda: other if rank else own)
-    even: Any = EvenRows(rows, FAMILIES["qwen2_vl"], config, device).next()
-    group: Any = distributed.group.WORLD
+    rank, group = distributed.get_rank(), distributed.group.WORLD
+    even: Any = EvenRows(FAMILIES["qwen2_vl"], config, device)(other if rank else own)
     sent: Any = broadcast_batch(own if rank == 0 else None, device, group)
     return [one[0].tolist() for one in (even.parents, even.cu_lengths, sent.parents)]
 
@@ -178,7 +130,9 @@ def _even(folder: Path) -> list[list[int]]:
 def test_rows_that_are_padded_or_sent_keep_their_trees(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    own = PackedFolder(folders[1], task_encoder(folders[1], trees=True)).batch([0, 1])
+    own = trees_of(folders[1])
+    with pytest.raises(PackingSettingsError, match=f"{folders[1]} holds samples that share prefix"):
+        open_as_measured(folders[1], "any trainer")
     assert (own.parents >= 0).sum() > 10
     (padded, boundaries, _), (*_, sent) = run_ranks(2, tmp_path, _even, folders[1])
     assert padded == [*own.parents[0].tolist(), -1]
@@ -186,18 +140,8 @@ def test_rows_that_are_padded_or_sent_keep_their_trees(
     assert sent == own.parents[0].tolist()
 
 
-@pytest.fixture
-def case(world: World, tmp_path: Path) -> Path:
-    """A tiny checkpoint in `model`, and packs measured with it as `trees`."""
-    checkpoint = world.checkpoint("qwen2_vl")
-    options = {"processor": str(checkpoint), "max_pixels": None} | encoder_options("qwen2_vl")
-    (tmp_path / "model").symlink_to(checkpoint)
-    (tmp_path / "trees").symlink_to(tree_folders(world, model=options)[1])
-    return tmp_path
-
-
 def test_attention_computes_in_the_dtype_of_autocast(
-    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where weights are float32, rotated queries are, too, which flash attention does not take."""
     found = set[torch.dtype]()
@@ -208,7 +152,8 @@ def test_attention_computes_in_the_dtype_of_autocast(
         return kernel(*tensors)
 
     monkeypatch.setattr(packed_attention, "KERNELS", {"sdpa": recorded})
-    options = [f"data.path={case / 'trees'}", "train.iterations=1", "model.dtype=bfloat16"]
-    train_transformers(command(case, tmp_path / "run", *options))
+    checkpoint, trees, _ = few_trees(world, "qwen2_vl")
+    options = [f"model.checkpoint={checkpoint}", f"data.path={trees}", "train.iterations=1"]
+    train_transformers(command(tmp_path, tmp_path / "run", *options, "model.dtype=bfloat16"))
     assert found == {torch.bfloat16}
     assert "prefix_trees" not in (tmp_path / "run" / "hf" / "config.json").read_text()

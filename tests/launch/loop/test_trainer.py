@@ -42,14 +42,8 @@ def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Pat
     manifest = read_manifest(folder)
     packs, samples, tokens = (manifest.total(name) for name in ("packs", "samples", "tokens"))
     assert packs % 5  # so that the last step has fewer packs than the others
-    config = make_config(
-        folder,
-        tmp_path,
-        data={"repeat": False},
-        train={"iterations": 1000},
-        batch={"global_batch_packs": 5},
-    )
-    keys, _ = train(config)
+    sections = {"train": {"iterations": 1000}, "batch": {"global_batch_packs": 5}}
+    keys, _ = train(make_config(folder, tmp_path, data={"repeat": False}, **sections))
     assert len(keys) == len(set(keys)) == packs
     lines = step_lines(tmp_path)
     assert len(lines) == -(-packs // 5)
@@ -209,17 +203,6 @@ def test_the_first_and_the_last_step_are_logged(
     assert "validation loss" in lines[2]
 
 
-def test_the_log_drops_steps_that_will_be_done_again(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, MetricsConfig(), iteration=0)
-    for iteration in range(1, 6):
-        log.write(iteration, {"loss": 1 / iteration})
-    path = tmp_path / "metrics.jsonl"
-    with open(path, "a") as file:
-        file.write('{"iteration": 6, "lo')  # cut off by a kill
-    MetricsLog(tmp_path, MetricsConfig(), iteration=3).write(4, {"loss": 9.0})
-    assert [line["loss"] for line in read_metrics(path)] == [1, 1 / 2, 1 / 3, 9.0]
-
-
 #: what users compare runs by
 SHOWN = ("loss", "tokens", "fill", "sub_samples")
 
@@ -241,16 +224,20 @@ def test_trackers_are_optional(
         MetricsLog(tmp_path, MetricsConfig(**options), iteration=0)
 
 
-def test_tensorboard_has_every_step_once(folder: Path, tmp_path: Path) -> None:
+def test_logs_have_every_step_once(folder: Path, tmp_path: Path) -> None:
+    """A resumed run drops those that it will do again, and a line that a kill cut off."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = {"tensorboard": True}
     train(make_config(folder, tmp_path, train={"iterations": 4}, metrics=metrics))
     steps = step_lines(tmp_path)
-    log = MetricsLog(tmp_path, MetricsConfig(**metrics), iteration=2)  # resumed after step 2
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"iteration": 5, "lo')
+    log = MetricsLog(tmp_path, MetricsConfig(**metrics), iteration=2)
     for line in steps[2:]:
         log.write(line["iteration"], {name: line[name] for name in SHOWN})
     log.close()
+    assert [line["iteration"] for line in read_metrics(path)] == [1, 2, 3, 4]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name in SHOWN:
         shown = {event.step: event.value for event in events.Scalars(name)}

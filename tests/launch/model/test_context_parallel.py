@@ -1,44 +1,21 @@
-"""Ranks that share a row or layers compute what one rank computes: losses, gradients, weights; and
-what cannot be divided."""
+"""Parts of a row of ranks that share it; and what cannot be divided, or computed."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core import parallel_state
-from torch import distributed
 
-from launch.loop.loss import shift_labels
-from launch.loop.parallel import initialize_parallel
-from launch.model.config import ModelConfig, transformers_classes
+from launch.model.config import ModelConfig
 from launch.model.megatron.context_parallel import part_of_rank
-from launch.model.megatron.model import PackedMegatronModel, build_model, check_supported
+from launch.model.megatron.model import check_supported
 from launch.model.megatron.tower import share_frames
-from launch.model.megatron.weights import gather_weights
-from task_encoders.samples import IGNORE_INDEX
-from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
-    assert_same_tensors,
-    forward,
-    gathered_gradients,
-    packed_batch,
     params_of,
-    row_samples,
-    transformers_model,
-    write_checkpoint,
 )
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-#: Every kind of sample is in them.
-ROWS = ("mixed", "images_and_videos")
-Cases = dict[tuple[str, str], Any]
 
 
 def test_segments_are_cut_zigzag() -> None:
@@ -68,129 +45,7 @@ def shares(bounds: Sequence[int], flops: Sequence[int]) -> list[int]:
     return [sum(flops[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def compute(
-    folder: Path, context: int = 1, tensor: int = 1
-) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """Losses of the labelled tokens, with boundaries and without, and gradients of their sum; on
-    the first rank, the gradients by their published names."""
-    device = initialize_parallel(tensor, context)
-    group = parallel_state.get_context_parallel_group()
-    found: Cases = {}
-    for family, row in itertools.product(FAMILIES, ROWS):
-        checkpoint = folder / family
-        reference = transformers_classes(family).model.from_pretrained(checkpoint)
-        config = ModelConfig.model_validate({"family": family, "checkpoint": checkpoint})
-        model = build_model(config, device=device)
-        samples = row_samples(reference, row)
-        batch = packed_batch(samples, multiple=2 * context if context > 1 else 1)
-        labels = shift_labels(batch.labels)
-        labelled = labels[0] != IGNORE_INDEX
-        with torch.no_grad():
-            one_segment = dataclasses.replace(batch, cu_lengths=batch.cu_lengths[:, [0, -1]])
-            control = forward(model, one_segment, labels, group)
-        losses = forward(model, batch, labels, group)
-        losses.sum().backward()
-        losses = losses.detach().clone()
-        for whole in (control, losses):
-            distributed.all_reduce(whole, group=group)
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            distributed.all_reduce(parameter.grad, group=group)
-        found[family, row] = gathered_gradients(model) | {
-            "losses": losses[0, labelled],
-            "control": control[0, labelled],
-        }
-    return found
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for family in FAMILIES:
-        write_checkpoint(folder / family, family, tied=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(checkpoints: Path) -> Cases:
-    """These rows on one rank."""
-    return compute(checkpoints)
-
-
-@pytest.mark.parametrize(
-    ("context", "tensor"),
-    [
-        (2, 1),
-        *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((4, 1), (2, 2), (4, 2))),
-    ],
-)
-def test_loss_and_gradients_are_those_of_one_rank(
-    context: int, tensor: int, checkpoints: Path, alone: Cases, tmp_path: Path
-) -> None:
-    ranks = run_ranks(context * tensor, tmp_path, compute, checkpoints, context, tensor)
-    for case, found in ranks[0].items():
-        expected = alone[case]
-        assert found.keys() == expected.keys()
-        assert len(found) > 3 * 11  # weights and biases of three layers, and more
-        assert len(expected["losses"]) > 20
-        torch.testing.assert_close(found["losses"], expected["losses"], atol=1e-5, rtol=0)
-        assert (found["control"] - expected["losses"]).abs().max() >= 1, case
-        for name in expected.keys() - {"losses", "control"}:
-            difference = (found[name] - expected[name]).abs().max()
-            assert difference <= 1e-5 * expected[name].abs().max(), (case, name)
-    assert len(ranks[0]) == len(FAMILIES) * len(ROWS)
-
-
 CONFIG = ModelConfig(preset="tiny")
-
-
-def gathered(model: PackedMegatronModel) -> dict[str, torch.Tensor]:
-    tensors = gather_weights(model, model.hf_config)
-    return {name: tensor for name, tensor in tensors if tensor is not None}
-
-
-def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
-    copies = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(copies, tensor.contiguous())
-    return all(torch.equal(copy, tensor) for copy in copies)
-
-
-def examine_rank(source: Path, target: Path) -> tuple[dict[str, torch.Tensor], list[bool]]:
-    """A model's weights as one of two ranks sees them, and whether gradients of replicated
-    parameters are the same on both, without any reduction. Also copies a checkpoint."""
-    device = initialize_parallel(2)
-    build_model(ModelConfig(checkpoint=source), device=device).save_hf_checkpoint(target)
-    model = build_model(CONFIG, device=device, seed=5)
-    weights = gathered(model)
-    reference = transformers_model("qwen2_vl", tied=True)  # finds positions, is not compared
-    batch = packed_batch(row_samples(reference, "mixed"))
-    batch.tokens[batch.tokens == reference.config.image_token_id] = model.hf_config.image_token_id
-    forward(model, batch, shift_labels(batch.labels)).sum().backward()
-    same = [
-        parameter.grad is not None and equal_on_all_ranks(parameter.grad)
-        for parameter in model.parameters()
-        if not getattr(parameter, "tensor_model_parallel", False)
-    ]
-    return weights, same
-
-
-def test_two_ranks_hold_one_model(tmp_path: Path) -> None:
-    """Weights do not depend on tensor parallelism, but on the seed."""
-    source = write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
-    target = tmp_path / "target"
-    (weights, same), (none, other) = run_ranks(2, tmp_path / "r", examine_rank, source, target)
-    assert_same_tensors(target, source)
-    assert len(same) > 20
-    assert all(same + other)
-    assert none == {}
-    expected, unlike = (
-        gathered(build_model(CONFIG, device=initialize_parallel(1), seed=seed)) for seed in (5, 6)
-    )
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
-    name = "visual.merger.mlp.0.weight"
-    assert not torch.equal(unlike[name], expected[name])
 
 
 def test_sizes_that_cannot_be_divided_are_refused() -> None:

@@ -90,12 +90,15 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
     from transformers import AutoTokenizer
 
     device = initialize_parallel()
-    model = build_model(ModelConfig(preset="tiny"), device=device, seed=3)
+    model, other = (
+        build_model(ModelConfig(preset="tiny"), device=device, seed=seed) for seed in (3, 4)
+    )
     model.save_hf_checkpoint(tmp_path / "target")
     loaded = transformers_classes("qwen2_vl").model.from_pretrained(tmp_path / "target")
     ours = model.language_model.embedding.word_embeddings.weight
     assert torch.equal(loaded.model.language_model.embed_tokens.weight, ours)
     assert 0.019 < float(ours.std()) < 0.021
+    assert not torch.equal(other.language_model.embedding.word_embeddings.weight, ours)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
     assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
     assert (tmp_path / "target" / "preprocessor_config.json").is_file()

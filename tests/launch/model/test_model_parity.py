@@ -1,5 +1,5 @@
-"""Packed megatron-core equals unpacked transformers: logits, losses, gradients, at TP 1 and 2; and
-families whose towers take whole pictures."""
+"""Packed megatron-core equals unpacked transformers: logits, losses, gradients, on one rank and on
+ranks that share rows or layers; and families whose towers take whole pictures."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.model import PackedMegatronModel, build_model
 from launch.model.megatron.weights import published_name
-from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
@@ -27,6 +26,7 @@ from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,
     forward,
     gathered_gradients,
+    gradients_of,
     packed_batch,
     randomise,
     row_samples,
@@ -42,11 +42,17 @@ CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False), ("qwen3
 PICTURES = [("internvl3", "qwen2"), ("internvl3", "qwen3"), ("mistral3", "mistral")]
 #: Every kind of sample is in them.
 ROWS = ("mixed", "images_and_videos")
-#: As in InternVL3's config.json, but for the length from which on it counts: the samples here, of
-#: 50 to 96 tokens, all have angles of their own.
+#: Options of packing, which change no logits.
+PADDING: dict[str, dict[str, int]] = {
+    "mixed": {},
+    "images_and_videos": {"multiple": 8, "pad_to_length": 256},
+    "pictures": {"multiple": 8},
+}
+#: As in InternVL3's config.json, but for the length from which on it counts: some of the samples
+#: here, of 50 to 96 tokens, have angles of their own.
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
-    "max_position_embeddings": 32,
+    "max_position_embeddings": 64,
 }
 #: What differs in the text models of published checkpoints.
 TEXT = {
@@ -60,8 +66,9 @@ TEXT = {
 
 def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
     """(…, V / TP) on every rank -> (…, V)."""
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, logits.contiguous())
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
 
 
@@ -70,25 +77,36 @@ def compare(
     reference: Any,
     samples: list[EncodedSample],
     inputs_of: Callable[[EncodedSample], dict[str, Any]],
+    padding: dict[str, int],
 ) -> dict[str, float]:
     """Largest differences of a packed row to its sub-samples alone; of gradients max |difference| /
     (max |reference| + 1e-6). Leaves the model with gradients in place of its weights."""
-    batch = packed_batch(samples)
-    labels = shift_labels(batch.labels)
+    group = parallel_state.get_context_parallel_group()
+    multiple = 2 * group.size() if group.size() > 1 else 1
+    batch = packed_batch(samples, **{"multiple": multiple} | padding)
+    labels, real = shift_labels(batch.labels), ~batch.attn_mask[0]
     labelled = labels[0] != IGNORE_INDEX
 
     reference.zero_grad()
     expected = torch.cat([reference(**inputs_of(sample)).logits[0] for sample in samples])
-    expected_loss = F.cross_entropy(expected[labelled], labels[0, labelled], reduction="none")
+    targets = labels[0, labelled]
+    expected_loss = F.cross_entropy(expected[labelled[real]], targets, reduction="none")
     expected_loss.sum().backward()
 
     with torch.no_grad():
-        logits = gather_vocabulary(forward(model, batch, None))[0]
+        logits = expected  # each of the ranks that share a row has those of its own tokens
+        if group.size() == 1:
+            logits = gather_vocabulary(forward(model, batch, None))[0, real]
         one_segment = dataclasses.replace(batch, cu_lengths=batch.cu_lengths[:, [0, -1]])
-        control = forward(model, one_segment, labels)[0, labelled]
-    loss = forward(model, batch, labels)
-    assert torch.all(loss[0, ~labelled] == 0)
+        control = forward(model, one_segment, labels, group)
+    loss = forward(model, batch, labels, group)
     loss.sum().backward()
+    loss = loss.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for whole in (control, loss, *(parameter.grad for parameter in model.parameters())):
+        dist.all_reduce(whole, group=group)
+    assert torch.all(loss[0, ~labelled] == 0)
     gradients = gathered_gradients(model)
     errors = [
         float((gradients[published_name(name)] - own.grad).abs().max())
@@ -102,7 +120,7 @@ def compare(
         "logit": float((logits - expected).abs().max()),
         "loss": float((loss[0, labelled] - expected_loss).abs().max()),
         "gradient": max(errors, default=0.0),
-        "without boundaries": float((control - expected_loss).abs().max()),
+        "without boundaries": float((control[0, labelled] - expected_loss).abs().max()),
     }
 
 
@@ -131,11 +149,11 @@ def alone(sample: EncodedSample) -> dict[str, Any]:
     return to_transformers_kwargs(packed_batch([sample]))
 
 
-def compare_all(folder: Path, tensor_parallel: int) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Every case, those of Qwen's with every kind of row."""
-    device = initialize_parallel(tensor_parallel)
+def compare_all(folder: Path, tensor: int, context: int) -> dict[Any, dict[str, float]]:
+    """Every case, those of Qwen's with every kind of row; most rows are padded."""
+    device = initialize_parallel(tensor, context)
     found = {}
-    for family, kind in CASES + PICTURES:
+    for family, kind in CASES + PICTURES * (context == 1):
         checkpoint = folder / f"{family}-{kind}"
         reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
         if (family, kind) in CASES:
@@ -146,9 +164,10 @@ def compare_all(folder: Path, tensor_parallel: int) -> dict[tuple[Any, ...], dic
             rows = {"pictures": sorted(samples, key=lambda sample: len(sample.tokens))}
         for row, samples in rows.items():
             model = built(checkpoint, device)
-            assert dist.get_world_size() == parallel_state.get_tensor_model_parallel_world_size()
+            if row != "mixed":
+                model.save_hf_checkpoint(folder / "saved" / checkpoint.name)
             inputs_of = alone if row == "pictures" else unpacked_inputs
-            found[family, kind, row] = compare(model, reference, samples, inputs_of)
+            found[family, kind, row] = compare(model, reference, samples, inputs_of, PADDING[row])
     return found
 
 
@@ -165,15 +184,27 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(
+    ("tensor", "context"),
+    [
+        (1, 1),
+        (2, 1),
+        (1, 2),
+        *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, 4), (2, 2), (2, 4))),
+    ],
+)
 def test_packed_megatron_equals_unpacked_transformers(
-    tensor_parallel: int, checkpoints: Path, tmp_path: Path
+    tensor: int, context: int, checkpoints: Path, tmp_path: Path
 ) -> None:
-    if tensor_parallel == 1:
-        differences = compare_all(checkpoints, 1)
+    if tensor * context == 1:
+        differences = compare_all(checkpoints, 1, 1)
     else:
-        differences = run_ranks(2, tmp_path, compare_all, checkpoints, 2)[0]
-    assert len(differences) == len(CASES) * len(ROWS) + len(PICTURES)
+        arguments = compare_all, checkpoints, tensor, context
+        differences = run_ranks(tensor * context, tmp_path, *arguments)[0]
+    assert len(differences) == len(CASES) * len(ROWS) + len(PICTURES) * (context == 1)
+    for family, kind, _ in differences:  # they come out as they went in
+        saved = checkpoints / "saved" / f"{family}-{kind}"
+        assert_same_tensors(saved, checkpoints / saved.name, at_least=40)
     for case, found in differences.items():
         assert found["labels"] > 20, case
         assert max(found["logit"], found["loss"]) <= 1e-5, case
@@ -182,54 +213,20 @@ def test_packed_megatron_equals_unpacked_transformers(
         assert found["without boundaries"] > 1e-1, case
 
 
-def losses_of(model: PackedMegatronModel, batch: PackedBatch) -> torch.Tensor:
-    """The losses of the labelled tokens."""
-    labels = shift_labels(batch.labels)
-    return forward(model, batch, labels)[0, labels[0] != IGNORE_INDEX]
-
-
-def test_padding_changes_no_logits(checkpoints: Path) -> None:
-    checkpoint = checkpoints / "qwen2_vl-False"
-    reference = transformers_classes("qwen2_vl").model.from_pretrained(checkpoint)
-    model = built(checkpoint, initialize_parallel(1)).eval()
-    samples = row_samples(reference, "mixed")
-    padded = packed_batch(samples, multiple=8, pad_to_length=256)
-    assert padded.attn_mask.sum() > 40
-    with torch.no_grad():
-        expected = forward(model, packed_batch(samples), None)[0]
-        found = forward(model, padded, None)[0][~padded.attn_mask[0]]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("family", "language"), PICTURES)
-def test_a_checkpoint_comes_out_as_it_went_in(
-    family: str, language: str, checkpoints: Path, tmp_path: Path
-) -> None:
-    source = checkpoints / f"{family}-{language}"
-    built(source, initialize_parallel()).save_hf_checkpoint(tmp_path / "target")
-    assert_same_tensors(tmp_path / "target", source, at_least=40)
-
-
-def test_parts_that_are_frozen_get_no_gradient(checkpoints: Path) -> None:
-    device = initialize_parallel()
-    batch = packed_batch(encoded_samples("internvl3", encoder_of(checkpoints, "internvl3")))
-    for part, name in (("vision", "vision_tower"), ("projector", "multi_modal_projector")):
-        model = built(checkpoints / "internvl3-qwen2", device, freeze=[part])
-        losses_of(model, batch).sum().backward()
-        still = {n for n, own in model.named_parameters() if own.grad is None}
-        assert still == {n for n, _ in model.named_parameters() if f"visual.{name}." in n}
-
-
-def test_activations_computed_again_give_the_same_gradients(checkpoints: Path) -> None:
-    device, found = initialize_parallel(), []
+def test_towers_of_whole_pictures_are_recomputed_and_frozen(checkpoints: Path) -> None:
     batch = packed_batch(encoded_samples("mistral3", encoder_of(checkpoints, "mistral3")))
-    for recompute in ("none", "full"):
-        model = built(checkpoints / "mistral3-mistral", device, recompute=recompute).train()
-        losses_of(model, batch).sum().backward()
-        found.append({name: own.grad for name, own in model.named_parameters()})
-    assert len(found[0]) > 30
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+    labels, found = shift_labels(batch.labels), []
+    for own in ({}, {"recompute": "full"}, {"freeze": ["vision"]}, {"freeze": ["projector"]}):
+        model = built(checkpoints / "mistral3-mistral", initialize_parallel(), **own).train()
+        forward(model, batch, labels).sum().backward()
+        found.append(gradients_of(model))
+    whole, again, *frozen = found
+    assert len(whole) > 30
+    for name, gradient in whole.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+    for part, own_gradients in zip(("vision_tower", "multi_modal_projector"), frozen, strict=True):
+        still = {name for name in whole if f"visual.{part}." in name}
+        assert still == whole.keys() - own_gradients.keys() != set()
 
 
 def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:

@@ -22,7 +22,6 @@ from launch.model.packed_attention import (
     register_attention,
     select_backend,
 )
-from tests.helpers.tiny_checkpoints import params_of
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -99,15 +98,6 @@ def test_windows_and_blocks_are_at_places_in_a_segment() -> None:
 def core_attention(backend: str = "sdpa", **config: Any) -> PackedCoreAttention:
     values = {"context_parallel_size": 1, "attention_dropout": 0.0, "kv_channels": 8, **config}
     return PackedCoreAttention(types.SimpleNamespace(**values), 1, None, "self", backend=backend)
-
-
-def test_core_attention_takes_megatrons_rows() -> None:
-    lengths = [3, 1, 7]
-    tensors = random_tensors((11, 4, 8), (11, 2, 8), (11, 2, 8))
-    rows = params_of(lengths, qkv_format="sbhd")
-    found = core_attention()(*(t[:, None] for t in tensors), None, packed_seq_params=rows)
-    expected = masked_attention(*tensors, lengths, causal=True, scale=8**-0.5)
-    torch.testing.assert_close(found[:, 0], expected.flatten(1), atol=1e-5, rtol=1e-5)
 
 
 def test_what_it_lacks_is_refused() -> None:

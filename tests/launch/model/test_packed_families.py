@@ -23,7 +23,13 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from launch.model.segments import isolate_segments, use_varlen_attention, why_no_flash
+from launch.model.config import tiny_config
+from launch.model.segments import (
+    check_attention,
+    isolate_segments,
+    use_varlen_attention,
+    why_no_flash,
+)
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
@@ -36,6 +42,7 @@ from tests.helpers.tiny_families import (
     encoded_samples,
     encoder_options,
     image_masks,
+    needs_family,
     save_tokenizer,
     tiny_model,
 )
@@ -95,6 +102,9 @@ def build_case(family: str, variant: str, folder: Path) -> Case:
     encoder: Any = build_sample_encoder(family, str(folder), **options)
     samples = encoded_samples(family, encoder)
     model = tiny_model(family, encoder.media_token_ids, experts=variant == "experts")
+    if family.startswith("gemma4"):  # with a window that images exceed
+        model.config.text_config.sliding_window = 8
+        model = randomise(type(model)(model.config))
     return Case(model, encoder, samples)
 
 
@@ -118,6 +128,11 @@ def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
     expected = torch.cat([case.logits(row) for row in alone])
     found = case.logits(case.packed())
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    with torch.compiler.set_stance("force_eager"):  # compiled, flex attention takes 40 s
+        for attention in ("eager", "flex_attention", "sdpa") if sees_images else ():
+            case.model.set_attn_implementation({"text_config": attention})
+            again = case.logits(case.packed())
+            torch.testing.assert_close(again, expected, atol=3e-5, rtol=0)
     control = case.logits(case.packed(cross_sample_attention=True))
     assert (control - expected).abs().max() > (1 if sees_images else 0.1)
     if is_recurrent or sees_images:
@@ -156,6 +171,20 @@ def test_pictures_of_a_video_are_a_video_of_transformers(family: str, tmp_path: 
         "mm_token_type_ids": 2 * row["mm_token_type_ids"],
     }
     torch.testing.assert_close(case.logits(row), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bidirectional", ["vision", None])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_kernels_that_cannot_are_refused_by_name(family: str, bidirectional: str | None) -> None:
+    needs_family(family)
+    text = {"use_bidirectional_attention": bidirectional, "global_head_dim": 512}
+    config = tiny_config(family, text)
+    reason = "mask in which an image" if bidirectional else "heads of at most 256, .* some of 512"
+    for name in ("flash_attention_2", "flash_attention_3"):
+        with pytest.raises(ValueError, match=f"attention '{name}' .*{reason}.*; set sdpa"):
+            check_attention(config, name)
+    check_attention(config, "flex_attention")
+    check_attention(tiny_config("qwen3_vl"), "flash_attention_2")
 
 
 #: Some are shorter than the window of the convolution.
@@ -239,8 +268,6 @@ def test_a_cache_of_any_name_is_refused(name: str | None) -> None:
 def test_what_would_leak_is_refused() -> None:
     model = recurrent_model()
     isolate_segments(model)
-    with pytest.raises(ValueError, match="a packed row cannot be cached; set use_cache=False"):
-        model(**{**short_row(), "use_cache": True})
     two = {name: value.expand(2, -1) for name, value in short_row().items() if name != "use_cache"}
     with pytest.raises(ValueError, match="the batch has 2 packed rows; join"):
         model(**two, use_cache=False)

@@ -58,12 +58,6 @@ def test_the_example_of_the_module() -> None:
     assert trees_of([3, 2], [-1, 0], padded=[2, 4]).keys.tolist() == [0, 1, 2, 0, 1, 3, 4]
 
 
-@pytest.mark.parametrize("parents", [[0, -1], [-1, 0, 1], [1, -1], [-1, 0, 3], [-1, -2]])
-def test_branches_follow_their_trunk(parents: list[int]) -> None:
-    with pytest.raises(ValueError, match="are not trunks that stand before"):
-        trees_of([2] * len(parents), parents)
-
-
 @pytest.mark.parametrize(("backend", "groups"), [("sdpa", 4), ("sdpa", 2), ("torch_varlen", 2)])
 def test_gathered_keys_are_gathered_again(
     backend: str, groups: int, varlen: CpuVarlen, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,6 @@ from launch.model.config import tiny_config, transformers_classes
 from launch.trainers.shared import warn_of_mixed_steps
 from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import IGNORE_INDEX
@@ -182,15 +181,3 @@ def test_mixed_steps_are_warned_of(
         warn_of_mixed_steps([1, 2, 3], ranks, size)  # nothing is known of their media
     assert len(caplog.messages) == bool(said)
     assert said in caplog.text
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_of_several_packs_are_of_one_kind(size: int) -> None:
-    """Rows are dealt to the ranks in turn, as accelerate does."""
-    ranks = 2
-    media = np.repeat(np.random.default_rng(0).integers(0, 2, 12 // ranks), ranks)
-    numbers = dealt_in_rows(len(media), ranks, size)
-    assert sorted(numbers) == list(range(12))
-    rows = media[numbers].reshape(-1, ranks, size).max(axis=2)
-    assert (rows == rows[:, :1]).all()
-    assert dealt_in_rows(5, 2, 2).tolist() == [0, 2, 1, 3, 4]
