@@ -505,9 +505,10 @@ class Measuring:
             "source_id": self.task.source_id,
             "task": source.task,
         }
-        if parts := self._cut(found):
+        parts: Sequence[Part | None] = self._cut(found)
+        if parts:
             self.split += Counter(conversations=1, samples=len(parts))
-        found.rows = [of_record | self._row(found, part) for part in parts or [None]]
+        found.rows = [of_record | self._row(found, part) for part in parts or (None,)]
         self._diagnosis.add(found.number, record, sample, found.modes)
         self.num_part_hashed += sum([one.locator.size > HASHED_BYTES for one in found.media])
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)

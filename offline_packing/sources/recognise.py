@@ -24,6 +24,7 @@ from task_encoders.samples.limits import MAX_JSON_BYTES
 #: Records that are counted at most: enough for a validation split.
 MANY: Final = 1000
 _LOOKED_AT: Final = 50
+_SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Recognised:
     num_records: int
 
 
-def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> Recognised:
+def recognise(path: str, *, task: str | None = None) -> Recognised:
     """Look at a local folder or file. Without `task`, the task is guessed from the records. Raises
     StageError if it is of no known format, or cannot be read."""
     fitting = _fitting(Path(path))
@@ -79,7 +80,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     if task is None:
         options["task"] = _guess_task(records)
     source = open_source(options)
-    examples = [_example(source, record) for record in records[:num_examples]]
+    examples = [_example(source, record) for record in records[:_SHOWN]]
     missing = next((name for example in examples for name in example.missing), None)
     root = None
     if missing is not None:
@@ -87,7 +88,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     if root is not None and isinstance(source.options, MediaOptions):
         options["image_root"] = root
         source = open_source(options)
-        examples = [_example(source, record) for record in records[:num_examples]]
+        examples = [_example(source, record) for record in records[:_SHOWN]]
     samples = [one.sample for one in examples if one.sample]
     lost = "".join(line for one in examples for line in one.lost)
     has_media = UNUSED_MEDIA in lost or any(sample.media for sample in samples)

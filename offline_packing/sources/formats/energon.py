@@ -196,7 +196,9 @@ class EnergonSource(WebDatasetSource):
         container = f".nv-meta/{name}"
         try:
             data = self.root.read(container, MAX_JSON_BYTES)
-            content = parse_yaml(data.decode("utf-8"), "it")
+            content: Any = parse_yaml(data.decode("utf-8"), "it")
+            if not isinstance(content, dict):
+                raise ConfigError("it holds no mapping")
         except (SampleError, UnicodeDecodeError, ConfigError) as error:
             remedy = "run energon prepare there"
             if Path(self.options.path).is_file():
@@ -204,10 +206,6 @@ class EnergonSource(WebDatasetSource):
             raise StageError(
                 f"{self.root.path(container)} cannot be read: {error}; {remedy}"
             ) from error
-        if not isinstance(content, dict):
-            raise StageError(
-                f"{self.root.path(container)} holds no mapping; run energon prepare there"
-            )
         return content
 
     def _media_parts(self, sample: TarSample) -> list[str]:

@@ -90,7 +90,9 @@ class TableSource(Source):
             floats = {at: _float_type(rows.schema, steps) for at, steps in kept.items()}
             for values in self._values(rows, groups, columns, media_columns):
                 at = Locator(self.KIND, container, row, 0, column)
-                yield self._record(f"{stem}:{row}", at, values, media_columns, unread, floats)
+                record = self._record(f"{stem}:{row}", at, values, media_columns, floats)
+                record.unread = unread
+                yield record
                 row += 1
         except Exception as error:  # noqa: BLE001 - of this file
             why = _damage_of(error)
@@ -120,11 +122,10 @@ class TableSource(Source):
         at: Locator,
         values: Mapping[str, Any] | SampleError,
         columns: Sequence[str],
-        unread: tuple[tuple[str, ...], tuple[str, ...]],
         floats: Mapping[str, Callable[[float], Any]],
     ) -> SourceRecord:
-        """Return a row as a record. Some `columns` hold media, some are `unread`; `floats` are the
-        types of floats that are kept, by their place: JSON lacks NaN, and has no float32."""
+        """Return a row as a record, with media in some `columns`. `floats` are the types of floats
+        that are kept, by their place: JSON lacks NaN, and has no float32."""
         try:
             if isinstance(values, SampleError):
                 raise values
@@ -143,9 +144,7 @@ class TableSource(Source):
         }
         own = own_key(content)
         paired = () if self.task == "captioning" else None
-        return SourceRecord(
-            own or key, at, content, paired, embedded, own_id=own != "", unread=unread
-        )
+        return SourceRecord(own or key, at, content, paired, embedded, own_id=own != "")
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return read_cells(super().parse(data, column))

@@ -2,11 +2,9 @@
 media that stand in their records as `data:` URIs or as base64 alone."""
 
 import base64
-import bz2
 import csv
 import io
 import json
-import lzma
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 
 import offline_packing.sources as sources_package
-from offline_packing.config.packing import parse_config
 from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import config_fingerprint
-from offline_packing.runs.run import open_sources
-from offline_packing.sources import SOURCES, Source
+from offline_packing.sources import SOURCES
 from offline_packing.sources.roots.roots import RemoteRoot, open_root
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.accounting import account, measured_rows, open_one
 from tests.helpers.accounting import outcomes as outcomes_of
 from tests.helpers.datasets import (
-    dialogue,
     image_bytes,
+    make_config,
     make_run,
     outcomes,
     pack_all,
@@ -40,7 +36,6 @@ from tests.helpers.formats import (
     WRITERS,
     draw_samples,
     draw_video_samples,
-    lines,
     of_lines,
     tar_bytes,
     write_file,
@@ -115,59 +110,38 @@ class FirstSource(JsonlSource):
     """The first lines of each part."""
 
     Options = FirstOptions
-    options: FirstOptions
 
     def records(self, part):
-        for number, record in enumerate(super().records(part)):
-            if number < self.options.first:
-                yield record
+        yield from list(super().records(part))[: self.options.first]
 '''
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source in a file of its own, and data for it."""
-    (tmp_path / "first_source.py").write_text(MODULE)
+def test_an_option_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a source in a file of its own, by its class or by a name in the registry."""
+    write_file(tmp_path / "first_source.py", MODULE.encode())
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "first_source", raising=False)
-    (tmp_path / "a.jsonl").write_text('{"text": "One line."}\n' * 6)
-    return tmp_path / "a.jsonl"
-
-
-def test_an_option_of_ones_own(path: Path, tmp_path: Path) -> None:
+    write_file(path := tmp_path / "a.jsonl", b'{"text": "One line."}\n' * 6)
     source = {"format": "first_source:FirstSource", "path": str(path), "task": "captioning"}
-    output = {"path": str(tmp_path / "out")}
-    config = parse_config({"source": {**source, "first": 3}, "output": output})
-    assert config.source[0].model_dump()["first"] == 3
+    config = make_config({**source, "first": 3}, tmp_path / "out")
     assert config.model_dump()["source"][0]["first"] == 3
     assert config_fingerprint(config)["source.0.first"] == "3"
-    default = parse_config({"source": source, "output": output})
-    assert "source.0.first" not in config_fingerprint(default)
-    assert isinstance(open_sources(default)[0], Source)
+    assert "source.0.first" not in config_fingerprint(make_config(source, tmp_path))
     run = make_run({**source, "first": 3}, tmp_path / "packed")
     assert measure(run).info.num_samples == 3
-    with pytest.raises(ConfigError, match=r"source\.0\.first.*integer"):
-        parse_config({"source": {**source, "first": "many"}, "output": output})
-    with pytest.raises(
-        ConfigError, match=r"source\.0\.frist is not a known field; valid: .*, first"
+    monkeypatch.setitem(SOURCES, "first", sources_package.source_class(source["format"]))
+    named = make_run({**source, "format": "first"}, tmp_path / "named")
+    assert measure(named).info.num_samples == 2
+    for more, message in (
+        ({"first": "many"}, r"source\.0\.first.*integer"),
+        ({"frist": 1}, r"source\.0\.frist is not a known field; valid: .*, first"),
+        ({"format": "jsonl", "first": 2}, "first applies to format first only; remove it"),
     ):
-        parse_config({"source": {**source, "frist": 1}, "output": output})
-
-
-def test_a_name_in_the_registry_is_all_that_a_format_needs(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = sources_package.source_class("first_source:FirstSource")
-    monkeypatch.setitem(SOURCES, "first", found)
-    source = {"format": "first", "path": str(path), "task": "captioning"}
-    assert measure(make_run(source, tmp_path / "packed")).info.num_samples == 2
-    other = {**source, "format": "jsonl", "first": 2}
-    with pytest.raises(ConfigError, match="first applies to format first only; remove it"):
-        parse_config({"source": other, "output": {"path": str(tmp_path / "out")}})
+        with pytest.raises(ConfigError, match=message):
+            make_config({**source, **more}, tmp_path / "out")
 
 
 JPEG = image_bytes()
-TEXT = lines([{"messages": dialogue("Hi", "Hello")}])
 
 
 @pytest.mark.parametrize("name", ["jsonl", "jsonl_zst", "webdataset", "webdataset_gz", "parquet"])
@@ -186,32 +160,6 @@ def test_files_in_upper_case(tmp_path: Path, name: str, beside: bool) -> None:
     assert set(got.values()) == {"ok"}
     assert {key.rpartition("/")[2] for key in got} == expected
     assert not any(".TAR" in key for key in got)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "data"),
-    [
-        ("webdataset", "b.tar.xz", lzma.compress(tar_bytes([("k.txt", b"A.")]))),
-        ("webdataset", "b.TAR.BZ2", bz2.compress(tar_bytes([("k.txt", b"A.")]))),
-        ("webdataset", "sub/b.txz", b"x"),
-        ("jsonl", "b.jsonl.xz", lzma.compress(TEXT)),
-        ("json", "b.json.bz2", bz2.compress(b"[]")),
-    ],
-)
-def test_compressed_files_that_are_not_read(
-    tmp_path: Path, kind: str, name: str, data: bytes
-) -> None:
-    """Alone, and beside others that are read."""
-    config = {"format": kind, "path": str(tmp_path)}
-    write_file(tmp_path / name, data)
-    message = rf"holds {name}, compressed in a way that is not read"
-    with pytest.raises(StageError, match=message):
-        account(open_one(config, tmp_path))
-    write_file(tmp_path / "a.tar", tar_bytes([("k.txt", b"A.")]))
-    write_file(tmp_path / "a.jsonl", TEXT)
-    write_file(tmp_path / "a.json", b"[]")
-    with pytest.raises(StageError, match=message):
-        account(open_one(config, tmp_path))
 
 
 PNG = image_bytes(56, 84, "PNG")

@@ -42,43 +42,56 @@ def sample_type(name: str, **field_map: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("caption", "members"),
-    [
-        ("txt", [("k.txt", b"A square.")]),
-        ("json[caption]", [("k.json", b'{"caption": "A square."}')]),
-        ("json[captions][1][text]", [("k.json", b'{"captions": [7, {"text": "A square."}]}')]),
-        ("caption.txt,txt", [("k.txt", b"A square.")]),
-    ],
-)
-def test_captioning(tmp_path: Path, caption: str, members: list[tuple[str, bytes]]) -> None:
-    description = sample_type("CaptioningSample", image="jpg", caption=caption)
-    prepared(tmp_path, description, ("k.jpg", JPEG), ("k.thumbnail.png", b"x"), *members)
-    assert turns(tmp_path, "captioning") == ("", "A square.")
+ASKED = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+ROLES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "This."}]
+TALK = [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "This."}]
+#: Sample type and task by a field of its own.
+TYPES = {
+    "caption": ("CaptioningSample", "captioning"),
+    "context": ("VQASample", "vqa"),
+    "conversation": ("ChatMLWebdataset", "bmr"),
+}
+JSON = b'{"q": "Q", "a": ["x", "y"], "b": [7, {"text": "z"}]}'
 
 
 @pytest.mark.parametrize(
-    ("field_map", "members", "expected"),
+    ("fields", "members", "expected"),
     [
-        (
-            {"context": "q.txt", "answers": "a.json[all]", "answer_weights": "w.json[w]"},
-            [
-                *[("k.q.txt", b"Which?"), ("k.a.json", b'{"all": ["This.", "That."]}')],
-                ("k.w.json", b'{"w": [0.3, 0.7]}'),
-            ],
-            ("Which?", "That."),
+        ({"caption": "txt"}, {"k.txt": b"x"}, ("", "x")),
+        ({"caption": "caption.txt,txt"}, {"k.txt": b"x"}, ("", "x")),
+        ({"caption": "json[q]"}, {"k.json": JSON}, ("", "Q")),
+        ({"caption": "json[b][1][text]"}, {"k.json": JSON}, ("", "z")),
+        (  # the answer of most weight, without weights the first
+            {"context": "q.txt", "answers": "a.json[a]", "answer_weights": "w.json[w]"},
+            {"k.q.txt": b"Which?", "k.a.json": JSON, "k.w.json": b'{"w": [0.3, 0.7]}'},
+            ("Which?", "y"),
         ),
-        (  # without weights, the first
+        (
             {"context": "json[q]", "answers": "json[a]", "answer_weights": "json[w]"},
-            [("k.json", b'{"q": "Q", "a": ["x", "y"]}')],
+            {"k.json": JSON},
             ("Q", "x"),
         ),
+        *(  # as Megatron-Bridge has them
+            (
+                {"imgs": "jpg", "conversation": "conversation.json"},
+                {"k.conversation.json": json.dumps(said).encode()},
+                ("<image>Which?", "This."),
+            )
+            for said in (
+                *(ROLES, TALK, {"messages": ROLES}),
+                *({"conversations": TALK}, {"conversation": TALK}),
+            )
+        ),
     ],
 )
-def test_vqa(tmp_path: Path, field_map: Any, members: Any, expected: tuple[str, str]) -> None:
-    description = sample_type("VQASample", image="jpg", **field_map)
-    prepared(tmp_path, description, ("k.jpg", JPEG), *members)
-    assert turns(tmp_path, "vqa") == expected
+def test_field_maps(
+    tmp_path: Path, fields: dict[str, str], members: dict[str, bytes], expected: tuple[str, str]
+) -> None:
+    kind, task = next(TYPES[name] for name in fields if name in TYPES)
+    description = sample_type(kind, **{"image": "jpg", **fields})
+    thumbnail = ("k.thumbnail.png", b"x")
+    prepared(tmp_path, description, ("k.jpg", JPEG), thumbnail, *members.items())
+    assert turns(tmp_path, task) == expected
 
 
 def test_missing_member(tmp_path: Path) -> None:
@@ -88,82 +101,57 @@ def test_missing_member(tmp_path: Path) -> None:
     assert outcomes == {"a/k": "missing_image", "a/l": "bad_record"}
 
 
-def test_another_split(tmp_path: Path) -> None:
-    members = [("k.jpg", JPEG), ("k.txt", b"A.")]
-    crude = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
-    prepared(tmp_path, crude, *members)
-    assert [key for key, *_ in rows(tmp_path, "captioning", split="val")] == ["b/k"]
-
-
+MEMBERS = {"jpg": JPEG, "txt": b"A square."}
 CAPTIONING = sample_type("CaptioningSample", image="jpg", caption="txt")
 
 
-def energon_dataset(root: Path, exclude: str, shards: str = '"s{00..02}.tar"') -> Path:
-    """Three shards of four captions each, prepared by Energon itself; split.yaml by hand."""
+@pytest.mark.parametrize(
+    ("shards", "exclude", "count"),
+    [
+        ('"s{00..02}.tar"', "", 12),
+        ('"s{00..02}.tar"', '"s00.tar/0001", "s02.tar"', 7),
+        ('"s{00..02}.tar"', '"s{00..01}.tar"', 4),
+        ('"s{00..02}.tar"', '"s01.tar/000{4..6}", "s{00,02}.tar/0003"', 8),
+        ('"s{00..02}.tar"', '"s0{0..2..2}.tar"', 4),
+        ('"s{00..02}.tar"', '"s00/0001", "0001", "s07.tar"', 12),
+        ('"s{02..00}.tar"', "", 12),
+        ('"s{00,02}.tar"', "", 8),
+        ("s01.tar, s00.tar", "", 8),
+    ],
+)
+def test_samples_are_those_that_energon_reads(
+    tmp_path: Path, shards: str, exclude: str, count: int
+) -> None:
+    """Of three shards of four captions each, prepared by Energon itself; split.yaml by hand."""
+    energon = pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors import BaseWebdatasetFactory
+    from megatron.energon.task_encoder.base import DefaultTaskEncoder
 
     names = [f"s{shard:02d}.tar" for shard in range(3)]
     for shard, name in enumerate(names):
-        members = [
-            member
-            for i in range(4 * shard, 4 * shard + 4)
-            for member in ((f"{i:04d}.jpg", JPEG), (f"{i:04d}.txt", b"A square."))
-        ]
-        write_file(root / name, tar_bytes(members))
-    BaseWebdatasetFactory.prepare_dataset(
-        EPath(root), names, split_parts_ratio=[("train", 1.0)], workers=1
-    )
-    write_file(root / ".nv-meta" / "dataset.yaml", CAPTIONING.encode())
+        stems = [f"{i:04d}" for i in range(4 * shard, 4 * shard + 4)]
+        members = [(f"{s}.{end}", data) for s in stems for end, data in MEMBERS.items()]
+        write_file(tmp_path / name, tar_bytes(members))
+    everything: dict[str, Any] = {"split_parts_ratio": [("train", 1.0)], "workers": 1}
+    BaseWebdatasetFactory.prepare_dataset(EPath(tmp_path), names, **everything)
     split = f"split_parts: {{train: [{shards}]}}\nexclude: [{exclude}]\n"
-    write_file(root / ".nv-meta" / "split.yaml", split.encode())
-    return root
-
-
-def read_with_energon(root: Path) -> list[str]:
-    """SHARD/KEY of what Energon's own loader gives of the train split, in order."""
-    from megatron.energon import WorkerConfig, get_loader, get_val_dataset
-    from megatron.energon.task_encoder.base import DefaultTaskEncoder
-
-    dataset = get_val_dataset(
-        root,
+    write_file(tmp_path / ".nv-meta" / "dataset.yaml", CAPTIONING.encode())
+    write_file(tmp_path / ".nv-meta" / "split.yaml", split.encode())
+    dataset = energon.get_val_dataset(
+        tmp_path,
         split_part="train",
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=0),
         batch_size=None,
         task_encoder=DefaultTaskEncoder(),
     )
-    return [
+    theirs = [
         f"{source.shard_name.removesuffix('.tar')}/{sample.__key__}"
-        for sample in get_loader(dataset)
+        for sample in energon.get_loader(dataset)
         for source in sample.__sources__
     ]
-
-
-@pytest.mark.parametrize(
-    ("exclude", "count"),
-    [
-        ("", 12),
-        ('"s00.tar/0001", "s02.tar"', 7),
-        ('"s{00..01}.tar"', 4),
-        ('"s01.tar/000{4..6}", "s{00,02}.tar/0003"', 8),
-        ('"s0{0..2..2}.tar"', 4),
-        ('"s00/0001", "0001", "s07.tar"', 12),
-    ],
-)
-def test_exclude_is_what_energon_excludes(tmp_path: Path, exclude: str, count: int) -> None:
-    pytest.importorskip("megatron.energon")
-    root = energon_dataset(tmp_path / "data", exclude)
-    found = [key for key, *_ in rows(root, "captioning")]
-    assert found == read_with_energon(root)
-    assert len(found) == count
-
-
-@pytest.mark.parametrize("shards", ['"s{02..00}.tar"', '"s{00,02}.tar"', "s01.tar, s00.tar"])
-def test_shards_are_those_that_energon_reads(tmp_path: Path, shards: str) -> None:
-    pytest.importorskip("megatron.energon")
-    root = energon_dataset(tmp_path / "data", "", shards)
-    found = [key for key, *_ in rows(root, "captioning")]
-    assert found == read_with_energon(root)
+    assert [key for key, *_ in rows(tmp_path, "captioning")] == theirs
+    assert len(theirs) == count
 
 
 def test_another_exclude_is_another_listing(tmp_path: Path) -> None:
@@ -212,39 +200,7 @@ def test_what_the_default_split_leaves_out_is_said(
     rows(root, "captioning")
     assert "split 'train' is read, and not val (1 tars); set source.split" in caplog.text
     caplog.clear()
-    rows(root, "captioning", split="train")
+    assert [key for key, *_ in rows(root, "captioning", split="val")] == ["b/a"]
     assert not caplog.text
     with pytest.raises(StageError, match=r"a split 'test'; .* one of: train, val$"):
         rows(root, "captioning", split="test")
-
-
-def test_a_metadataset_is_not_told_to_be_prepared(tmp_path: Path) -> None:
-    path = tmp_path / "blend.yaml"
-    path.write_text("__module__: megatron.energon\n__class__: MetadatasetV2\n")
-    with pytest.raises(StageError, match="give each that a metadataset lists as a source"):
-        open_one({"format": "energon", "path": str(path), "task": "bmr"}, tmp_path)
-
-
-CHATML = (
-    "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
-    "field_map: {imgs: %s, conversation: conversation.json}\nsubflavors: {}\n"
-)
-ASKED = [{"type": "image"}, {"type": "text", "text": "Which?"}]
-ROLES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "This."}]
-TALK = [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "This."}]
-
-
-@pytest.mark.parametrize(
-    "conversation",
-    [ROLES, TALK, {"messages": ROLES}, {"conversations": TALK}, {"conversation": TALK}],
-)
-def test_dialogues_of_megatron_bridge(tmp_path: Path, conversation: Any) -> None:
-    member = ("k.image.png", JPEG), ("k.conversation.json", json.dumps(conversation).encode())
-    prepared(tmp_path, CHATML % "image.png", *member)
-    assert turns(tmp_path, "bmr") == ("<image>Which?", "This.")
-
-
-def test_pickles_of_megatron_bridge_are_refused(tmp_path: Path) -> None:
-    prepared(tmp_path, CHATML % "jpgs", ("k.jpgs", b"\x80\x04."))
-    with pytest.raises(StageError, match="field_map names 'jpgs', pickles or sound"):
-        rows(tmp_path, "bmr")

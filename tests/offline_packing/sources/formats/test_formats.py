@@ -2,99 +2,81 @@
 images and videos with captions in text files."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from offline_packing.index.table import Index
+from offline_packing.layouts.shards import COLUMNS, read_planned
 from offline_packing.measure.measure import measure
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.sources import SOURCES, Locator
+from offline_packing.sources import SOURCES
 from offline_packing.sources.recognise import recognise
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SourceSample
 from tests.helpers import formats
 from tests.helpers.accounting import open_one, outcomes, turns_in
-from tests.helpers.datasets import image_bytes, make_run, pack_all
-from tests.helpers.formats import Sample, write_file
+from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all
+from tests.helpers.formats import write_file
 from tests.helpers.videos import make_video
-
-SAMPLES = formats.draw_samples(11)
 
 
 def read_back(run: Run) -> dict[str, tuple[SourceSample, list[bytes], int]]:
     """Measure, then read every sample from nothing but its row: (sample, images, tokens) by key."""
-    info = measure(run).info
-    assert info.set_aside == {}
+    assert measure(run).info.set_aside == {}
     (source,) = open_sources(run.config)
     found = {}
-    for row in Index(run.workspace.index, info).table().to_pylist():
-        media = [dict(medium) for medium in row["media"]]
-        extensions = [medium.pop("extension") for medium in media]
-        assert extensions == [formats.suffix_of(source.read_media(at(m))) for m in media]
-        images = [source.read_media(at(medium)) for medium in media]
-        sample = source.read_sample(
-            row["key"], at(row["json"]), row["num_images"], row["num_videos"]
-        )
-        found[row["key"]] = (sample, images, row["num_tokens"])
-    assert len(found) == info.num_samples
+    for row, one in zip(
+        index_rows(run), read_planned(open_index(run).table(*COLUMNS)), strict=True
+    ):
+        media = [source.read_media(medium) for medium in one.media]
+        assert list(one.extensions) == list(map(formats.suffix_of, media))
+        sample = source.read_sample(row["key"], one.json, row["num_images"], row["num_videos"])
+        found[row["key"]] = (sample, media, one.num_tokens)
     return found
 
 
-def at(row: dict[str, Any]) -> Locator:
-    return Locator(**row)
-
-
-def text_of(sample: SourceSample) -> list[str]:
-    return [text for turn in sample.turns for text in (turn.prompt, turn.answer)]
-
-
-def expected_texts(samples: list[Sample]) -> list[list[str]]:
-    return [[message["content"] for message in messages] for _, messages, _ in samples]
-
-
 def test_every_format_has_a_writer(tmp_path: Path) -> None:
-    used = {
-        write(tmp_path / name, SAMPLES[:1])["format"] for name, write in formats.WRITERS.items()
-    }
+    samples = formats.draw_samples(1)
+    used = {write(tmp_path / name, samples)["format"] for name, write in formats.WRITERS.items()}
     assert used | {"text", "captions"} == set(SOURCES)  # which hold no dialogues
 
 
+#: With one medium each, for formats that can name one only; and with several.
+SINGLE, SEVERAL = (
+    formats.draw_samples(6)
+    + [(f"v{key}", *rest) for key, *rest in formats.draw_video_samples(6, single=single)]
+    for single in (True, False)
+)
+MODEL = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 9}
+
+
 @pytest.fixture(scope="module")
-def lengths(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """Tokens of each sample, as pairs."""
-    folder = tmp_path_factory.mktemp("plain")
-    plain = {**formats.pairs(folder / "pairs", SAMPLES), "task": "bmr"}
-    return [tokens for *_, tokens in read_back(make_run(plain, folder / "out")).values()]
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    """Tokens of each sample, as read from pairs and from lines; by the list's identity."""
+    found = {}
+    for samples, write in ((SINGLE, formats.pairs), (SEVERAL, formats.jsonl)):
+        folder = tmp_path_factory.mktemp("plain")
+        source = {**write(folder / "data", samples), "task": "bmr"}
+        rows = read_back(make_run(source, folder / "out", model=MODEL)).values()
+        found[id(samples)] = [tokens for *_, tokens in rows]
+    return found
 
 
 @pytest.mark.parametrize("name", formats.WRITERS)
-def test_samples_are_read_again(tmp_path: Path, name: str, lengths: list[int]) -> None:
-    source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
-    found = read_back(make_run(source, tmp_path / "out", engine={"samples_per_part": 4}))
-    assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(SAMPLES)
-    assert [images for _, images, _ in found.values()] == [images for *_, images in SAMPLES]
-    assert [tokens for *_, tokens in found.values()] == lengths
+def test_samples_come_out_as_they_went_in(
+    tmp_path: Path, name: str, lengths: dict[int, list[int]]
+) -> None:
+    samples = SINGLE if name in ("pairs", "json_array") else SEVERAL
+    source = {**formats.WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
+    run = make_run(source, tmp_path / "out", model=MODEL, engine={"samples_per_part": 4})
+    found = read_back(run)
+    texts = [[(turn.prompt, turn.answer) for turn in sample.turns] for sample, *_ in found.values()]
+    assert texts == [[(one["content"], two["content"])] for _, (one, two), _ in samples]
+    assert [media for _, media, _ in found.values()] == [media for *_, media in samples]
+    assert [tokens for *_, tokens in found.values()] == lengths[id(samples)]
     keys = [key.rpartition("/")[2] for key in found]
     if name not in ("packs", "raw_packing_data"):  # packs of others have no keys
-        assert keys == [key for key, *_ in SAMPLES]
-
-
-#: Of formats that can name one medium, and of the others.
-VIDEO_SAMPLES = formats.draw_video_samples(5, single=True)
-MIXED_SAMPLES = formats.draw_video_samples(6, single=False)
-ONE_MEDIUM_ONLY = ("pairs", "json_array")
-
-
-@pytest.mark.parametrize("name", formats.WRITERS)
-def test_videos_of_every_format_come_out_as_they_went_in(tmp_path: Path, name: str) -> None:
-    samples = VIDEO_SAMPLES if name in ONE_MEDIUM_ONLY else MIXED_SAMPLES
-    source = {**formats.WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
-    model = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 9}
-    run = make_run(source, tmp_path / "out", model=model, engine={"samples_per_part": 4})
-    found = read_back(run)
-    assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(samples)
-    assert [media for _, media, _ in found.values()] == [media for *_, media in samples]
+        assert keys == [key for key, *_ in samples]
     assert pack_all(run).counts.packed == len(samples)
     result = verify(run, deep=True)
     assert result.ok, result.problems
@@ -102,7 +84,7 @@ def test_videos_of_every_format_come_out_as_they_went_in(tmp_path: Path, name: s
         formats.field_of(formats.suffix_of(m)) == "videos" for *_, media in samples for m in media
     )
     again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
-    unpacked = read_back(make_run(again, tmp_path / "again", model=model))
+    unpacked = read_back(make_run(again, tmp_path / "again", model=MODEL))
     repacked = {key: value[1:] for key, value in unpacked.items()}
     assert repacked == {key: value[1:] for key, value in found.items()}
 

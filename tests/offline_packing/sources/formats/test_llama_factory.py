@@ -29,34 +29,17 @@ def turns_of(config: dict[str, Any], root: Path) -> list[tuple[str, str]]:
     return turns
 
 
-BAD_DIALOGUES: dict[str, tuple[Any, str]] = {
-    "role is a list": ([{"from": ["human"], "value": "x"}, TALK[1]], "bad_record"),
-    "role is an object": ([{"from": {"a": 1}, "value": "x"}, TALK[1]], "bad_record"),
-    "no role": ([{"value": "x"}, TALK[1]], "bad_record"),
-    "content is a number": ([{"from": "human", "value": 5}, TALK[1]], "bad_record"),
-    "a text": ("Hi", "bad_record"),
-    "nothing": (None, "bad_record"),
-    "message is a number": ([5, 6], "bad_record"),
-    "a call is no JSON": (
-        [
-            TALK[0],
-            {"from": "function_call", "value": "f"},
-            {"from": "observation", "value": "1"},
-            TALK[1],
-        ],
-        "bad_record",
-    ),
-    "unknown role": ([TALK[0], {"from": "assistant", "value": "x"}], "bad_roles"),
-}
-
-
 def test_bad_dialogues_are_set_aside(tmp_path: Path) -> None:
-    records = [{"id": name, "conversations": talk} for name, (talk, _) in BAD_DIALOGUES.items()]
-    config = write_entry(tmp_path / "data", SHAREGPT, [*records, {"id": 7, "conversations": TALK}])
-    expected = {name: reason for name, (_, reason) in BAD_DIALOGUES.items()}
-    assert outcomes(config, tmp_path) == {**expected, "7": "ok"}
-    counts = pack_all(make_run({**config, "task": "bmr"}, tmp_path / "out")).counts
-    assert counts.packed == 1
+    asked, answer = TALK
+    bad: list[Any] = ["Hi", None, [5, 6], [{"value": "x"}, answer]]
+    bad += [[{"from": role, "value": "x"}, answer] for role in (["human"], {"a": 1})]
+    bad += [[{"from": "human", "value": 5}, answer]]
+    called = {"from": "function_call", "value": "f"}  # which is no JSON
+    bad += [[asked, called, {"from": "observation", "value": "1"}, answer]]
+    talks = [*bad, [asked, {"from": "assistant", "value": "x"}], TALK]
+    config = write_entry(tmp_path / "data", SHAREGPT, [{"conversations": one} for one in talks])
+    expected = ["bad_record"] * len(bad) + ["bad_roles", "ok"]
+    assert list(outcomes(config, tmp_path).values()) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,12 +58,8 @@ def test_bad_alpaca_records_are_set_aside(tmp_path: Path, fields: dict[str, Any]
 
 def test_tools_are_read_and_audio_is_set_aside(tmp_path: Path) -> None:
     entry = {**SHAREGPT, "columns": {"messages": "talk", "tools": "t", "audios": "sound"}}
-    called = [
-        TALK[0],
-        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
-        {"from": "observation", "value": "1"},
-        TALK[1],
-    ]
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+    called = [TALK[0], call, {"from": "observation", "value": "1"}, TALK[1]]
     records = [
         {"talk": TALK, "t": "", "sound": []},
         {"talk": called, "t": '[{"name": "f"}]'},
@@ -95,34 +74,33 @@ def test_tools_are_read_and_audio_is_set_aside(tmp_path: Path) -> None:
     assert pack_all(run).counts.packed == 2
 
 
-@pytest.mark.parametrize(
-    ("columns", "expected"),
-    [
-        (None, "Say\nhi."),
-        ({"prompt": "instruction", "response": "output"}, "Say"),
-        ({"prompt": "instruction", "query": "input", "response": "output"}, "Say\nhi."),
-        ({"prompt": "other", "query": "input", "response": "output"}, "hi."),
-        ({"prompt": "instruction", "query": None, "response": "output"}, "Say"),
-    ],
-)
-def test_instruction_and_input(tmp_path: Path, columns: Any, expected: str) -> None:
-    entry = {"file_name": "a.json", "tags": {"role_tag": "role"}}  # tags mean nothing to alpaca
-    entry |= {} if columns is None else {"columns": columns}
-    record = {"instruction": "Say", "input": "hi.", "output": "Hi.", "other": ""}
-    assert turns_of(write_entry(tmp_path, entry, [record]), tmp_path) == [(expected, "Hi.")]
+ALPACA = {"prompt": "instruction", "response": "output"}
+SAY = {"instruction": "Say", "input": "hi.", "output": "Hi.", "other": ""}
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("entry", "expected"),
     [
-        {"split": "train", "subset": "en", "folder": "x", "revision": "main", "num_samples": None},
-        {"ranking": False, "columns": {"messages": "conversations", "kto_tag": None}, "tags": {}},
-        {"tags": {"observation_tag": "observation", "function_tag": "function_call"}},
+        ({}, ("Say\nhi.", "Hi.")),
+        ({"columns": ALPACA}, ("Say", "Hi.")),
+        ({"columns": {**ALPACA, "query": "input"}}, ("Say\nhi.", "Hi.")),
+        ({"columns": {**ALPACA, "prompt": "other", "query": "input"}}, ("hi.", "Hi.")),
+        ({"columns": {**ALPACA, "query": None}}, ("Say", "Hi.")),
+        # fields that change nothing
+        ({"tags": {"role_tag": "role"}}, ("Say\nhi.", "Hi.")),
+        ({**SHAREGPT, "split": "train", "subset": "en", "num_samples": None}, ("Hi", "Hello")),
+        ({**SHAREGPT, "folder": "x", "revision": "main", "tags": {}}, ("Hi", "Hello")),
+        (
+            {**SHAREGPT, "ranking": False, "columns": {"messages": "talk", "kto_tag": None}},
+            ("Hi", "Hello"),
+        ),
+        ({**SHAREGPT, "tags": {"function_tag": "function_call"}}, ("Hi", "Hello")),
     ],
 )
-def test_fields_that_change_nothing(tmp_path: Path, fields: dict[str, Any]) -> None:
-    config = write_entry(tmp_path, {**SHAREGPT, **fields}, [{"conversations": TALK}])
-    assert turns_of(config, tmp_path) == [("Hi", "Hello")]
+def test_columns_and_tags(tmp_path: Path, entry: Any, expected: tuple[str, str]) -> None:
+    record = {**SAY, "conversations": TALK, "talk": TALK}
+    config = write_entry(tmp_path, {"file_name": "a.json", **entry}, [record])
+    assert turns_of(config, tmp_path) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from offline_packing.export.export import export
+from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.packs.pack import restore_pack
-from task_encoders.samples import SourceSample
 from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all
 from tests.helpers.formats import tar_bytes
-from tests.helpers.outputs import members_of
+from tests.helpers.outputs import samples_of
 
 Texts = tuple[tuple[tuple[str, str], ...], tuple[bytes, ...]]
 
@@ -95,20 +94,12 @@ def write_pack(pack: Pack, root: Path, form: str) -> Path:
     return folder
 
 
-def read_packs(folder: Path, task: str) -> list[Texts]:
-    """Texts and images of all sub-samples in a folder of tars or of files, in any order."""
-    files = {path.name: path.read_bytes() for path in folder.glob("*ps_*")}
-    files |= members_of(folder)
-    found: list[Texts] = []
-    for name in sorted(files):
-        if not name.endswith(".json"):
-            continue
-        key = name.removesuffix(".json")
-        for sub in restore_pack(files[name], key, task).sub_samples:
-            assert isinstance(sub, SourceSample)
-            turns = tuple((turn.prompt, turn.answer) for turn in sub.turns)
-            found.append((turns, tuple(files[f"{key}.{image}"] for image in sub.images)))
-    return found
+def packed_in(run: Run) -> list[Texts]:
+    """Texts and images of all sub-samples in the packs of a run."""
+    return sorted(
+        (tuple((turn.prompt, turn.answer) for turn in sample.turns), tuple(media))
+        for _, sample, media in samples_of(run)
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,9 +119,8 @@ def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
         counts = pack_all(run).counts
         assert (counts.packed, counts.set_aside) == (len(pack.expected), {})
         assert verify(run, deep=True).ok
+        assert packed_in(run) == sorted(pack.expected)
         export(out, raw)
-        for folder in (out, raw):
-            assert sorted(read_packs(folder, pack.task)) == sorted(pack.expected)
         path = raw
 
 
@@ -150,7 +140,7 @@ def test_paths_of_loose_packs(tmp_path: Path) -> None:
     run = make_run(source | {"image_root": str(pictures.parent)}, tmp_path / "out")
     assert pack_all(run).counts.packed == 12
     assert verify(run, deep=True).ok
-    assert sorted(read_packs(tmp_path / "out", "vqa")) == sorted(pack.expected)
+    assert packed_in(run) == sorted(pack.expected)
 
 
 def test_a_path_that_leads_elsewhere_is_set_aside(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Records and media of remote sources are read ahead, in few requests; and an HTTP server that
 counts them and their bytes."""
 
+import io
 import re
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
 
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.measure.measure import measure
@@ -45,12 +46,9 @@ class CountedStorage(MemoryFileSystem):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.asked: list[tuple[str, int, int]] = []
-        self.failures = 0
 
     def cat_file(self, path: str, start: int = 0, end: int = 0, **options: Any) -> bytes:
         self.asked.append((path.rpartition("/")[2], start, end))
-        if len(self.asked) <= self.failures:
-            raise TimeoutError
         data: bytes = super().cat_file(path, start, end, **options)
         return data
 
@@ -66,21 +64,6 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedStorage]:
 @pytest.fixture
 def root(storage: CountedStorage) -> RemoteRoot:
     return RemoteRoot(RemotePath("memory://data"))
-
-
-def lines(count: int, size: int, gap: int = 0) -> list[FileRange]:
-    return [FileRange("a.jsonl", i * (size + gap), size, False) for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("size", "gap", "in_groups"),
-    [(1000, 1000, [100]), (1000, MIB // 4, [16] * 6 + [4]), (1000, MIB // 2, [1] * 100)],
-)
-def test_neighbors(size: int, gap: int, in_groups: list[int]) -> None:
-    ranges = lines(100, size, gap)
-    found = neighbors([ranges[i] for i in np.random.default_rng(0).permutation(100)])
-    assert [len(group) for group in found] == in_groups
-    assert [one for group in found for one in group] == ranges
 
 
 def test_neighbors_of_files() -> None:
@@ -255,7 +238,9 @@ def test_requests_and_bytes(
     requests_each: tuple[int, int],
     bytes_each: tuple[float, float],
 ) -> None:
-    image = image_bytes() + bytes(190_000)  # much more than its header
+    pixels = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer := io.BytesIO(), "JPEG", quality=95)
+    image = buffer.getvalue()  # 190 kB, much more than its header
     messages = formats.draw_samples(1)[0][1]
     samples = [(f"{i:04d}", messages, [image]) for i in range(NUM_SAMPLES)]
     written = formats.WRITERS[name](tmp_path / "data", samples)
@@ -276,35 +261,6 @@ def test_requests_and_bytes(
     assert total < num_bytes < bytes_each[1] * total
 
 
-class _PlainFile(fsspec.spec.AbstractBufferedFile):
-    """A file as most storages give it: its readline takes no limit."""
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        data: bytes = self.fs.data[start:end]
-        return data
-
-
-class _PlainStorage(fsspec.AbstractFileSystem):
-    """One file, a.jsonl."""
-
-    protocol = "plain"
-    data = b"".join(b'{"id": %d, "question": "What?", "answer": "%d"}\n' % (i, i) for i in range(9))
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        if path.strip("/").endswith("a.jsonl"):
-            return {"name": path, "size": len(self.data), "type": "file"}
-        raise FileNotFoundError(path)
-
-    def _open(self, path: str, mode: str = "rb", block_size: int = 5, **_: Any) -> _PlainFile:
-        return _PlainFile(self, path, mode, 16, size=len(self.data))
-
-
-def test_lines_of_a_storage_whose_files_know_no_limit(tmp_path: Path) -> None:
-    fsspec.register_implementation("plain", _PlainStorage, clobber=True)
-    source = {"format": "jsonl", "path": "plain://data/a.jsonl", "task": "vqa"}
-    assert accounting.outcomes(source, tmp_path) == {str(i): "ok" for i in range(9)}
-
-
 @pytest.mark.parametrize("name", ["jsonl", "jsonl_gz", "json_array", "webdataset", "parquet"])
 def test_formats_on_a_server_that_lists_no_sizes(
     tmp_path: Path, server: _Server, name: str
@@ -321,7 +277,7 @@ def test_formats_on_a_server_that_lists_no_sizes(
 
 def test_a_server_that_tells_no_size_is_refused(tmp_path: Path, server: _Server) -> None:
     server.tells_sizes = False
-    (tmp_path / "data/a.jsonl").write_bytes(_PlainStorage.data)
+    formats.write_file(tmp_path / "data/a.jsonl", formats.lines([{"question": "?"}]))
     for name in ("", "a.jsonl"):
         path = f"http://127.0.0.1:{server.server_port}/{name}"
         with pytest.raises(StageError, match=r"a\.jsonl: its server does not report the size"):
