@@ -2,6 +2,7 @@
 what packs is run, a framework's command checked as far as its arguments. `tests/peers/` gives these
 to the frameworks themselves."""
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -82,38 +83,27 @@ def aiak_folder() -> None:
         write_file(Path(f"sft_data/output_{i:08}.json"), json.dumps(record).encode())
 
 
-def check_script(words: list[str]) -> Path:
-    """Check a script of `launch` with the settings of a run; returns its packs."""
-    assert (ROOT / words[1]).is_file()
-    given = dict(word.split("=") for word in words[2:])
-    assert Path(given["model.checkpoint"]).is_dir()
-    return Path(given["data.path"])
-
-
-def check_ms_swift(words: list[str]) -> Path:
-    """`swift sft` with our plugin on packs; returns them."""
-    assert words[:2] == ["swift", "sft"]
-    given = dict(zip(words[2::2], words[3::2], strict=True))
-    assert (ROOT / given["--external_plugins"]).is_file()
-    assert Path(given["--model"]).is_dir()
-    assert (given["--packing"], given["--train_dataloader_shuffle"]) == ("true", "false")
-    return Path(given["--dataset"])
-
-
-def check_bridge(words: list[str]) -> Path:
-    """torchrun with our module, a recipe and packs; returns them."""
-    module, _, packed, *overrides = words[words.index("-m") + 1 :]
-    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
-    assert [word.partition("=")[0] for word in overrides] == ["checkpoint.pretrained_checkpoint"]
-    return Path(packed)
-
-
-Check = Callable[[list[str]], Path]
-PAGES: dict[str, tuple[Callable[[], None], str, Check]] = {
-    "ms_swift": (ms_swift_file, "Qwen/Qwen2-VL-2B-Instruct", check_ms_swift),
-    "megatron_bridge": (bridge_folder, "Qwen/Qwen2.5-VL-7B-Instruct", check_bridge),
-    "llava_onevision": (aiak_folder, "Qwen/Qwen2-VL-2B-Instruct", check_script),
+#: By page: writes their files, and the model that they train.
+PAGES: dict[str, tuple[Callable[[], None], str]] = {
+    "ms_swift": (ms_swift_file, "Qwen/Qwen2-VL-2B-Instruct"),
+    "megatron_bridge": (bridge_folder, "Qwen/Qwen2.5-VL-7B-Instruct"),
+    "llava_onevision": (aiak_folder, "Qwen/Qwen2-VL-2B-Instruct"),
 }
+
+
+def packs_of(words: list[str], model: str) -> Path:
+    """Check the files of ours that a command of training names; return its packs."""
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    if words[0] == "swift":  # reads packs as they are
+        given = dict(itertools.pairwise(words))
+        assert (given["--packing"], given["--train_dataloader_shuffle"]) == ("true", "false")
+    values = [word.rpartition("=")[2] for word in words]
+    assert all((ROOT / value).is_file() for value in values if value.endswith((".py", ".sh")))
+    assert [value for value in values if Path(value, "config.json").is_file()] in ([model], [])
+    (packs,) = [Path(value) for value in values if Path(value, "manifest.json").is_file()]
+    return packs
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +122,7 @@ def own_checkpoints() -> Iterator[None]:
 def test_a_page_from_their_files_to_a_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, model, check = PAGES[name]
+    write, model = PAGES[name]
     monkeypatch.chdir(tmp_path)
     write()
     family = "qwen2_5_vl" if "2.5" in model else "qwen2_vl"
@@ -156,7 +146,7 @@ def test_a_page_from_their_files_to_a_step(
     (line,) = training.text.replace("\\\n", " ").splitlines()
     words = shlex.split(line)
     variables = dict(word.split("=") for word in words if word.startswith("OFFLINE_"))
-    packs = check(words[len(variables) :])
+    packs = packs_of(words[len(variables) :], model)
     data = read_packed_data(packs)
     assert (data.model.family, data.tasks) == (family, ("bmr",))
     expected = (4014080, 8192) if name == "llava_onevision" else (1003520, 4096)

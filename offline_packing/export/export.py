@@ -9,9 +9,10 @@ the packs. A killed export goes on: files of finished shards are compared with t
 others are written again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from offline_packing.engines.local import Engine, LocalEngine, advance
@@ -40,21 +41,11 @@ _MANIFEST: Final = f"{OWN}/manifest.json"
 _AGAIN: Final = "remove the folder and export again"
 
 
-class Form(NamedTuple):
-    """A form of exported packs."""
-
-    #: f(manifest) tells why packs of an output have no such form; "": they have it
-    refuse: Callable[[Manifest], str]
-    #: f(task) writes the files of a shard, and returns their hashes by name in the folder
-    write: Callable[[ShardExport], Mapping[str, str]]
-    #: f(folder, tasks) completes the export of all shards, and returns the files that make it up
-    finish: Callable[[Path, Sequence[ShardExport]], list[str]]
-
-
-FORMS: Final[Mapping[str, Form]] = {
-    "raw": Form(raw_packs.refuse, raw_packs.write, raw_packs.finish),
-    "nemo": Form(nemo.refuse, nemo.write, nemo.finish),
-}
+#: Modules of the forms of exported packs. Each has
+#: refuse(manifest): why packs of an output have no such form; "": they have it
+#: write(task): writes the files of a shard, and returns their hashes by name in the folder
+#: finish(folder, tasks): completes the export, and returns the files that make it up
+FORMS: Final[Mapping[str, ModuleType]] = {"raw": raw_packs, "nemo": nemo}
 
 
 class Exported(NamedTuple):
@@ -107,8 +98,7 @@ def export(
         write_atomically(place / _SOURCE, to_json(seal(_source(manifest, to))))
         with progress_bar("export", num_packs, "pack", shown=progress) as bar:
             num_files = sum(engine.run(partial(_export_shard, to), tasks, bar.update))
-        names = FORMS[to].finish(place, tasks)
-        files = {name: hash_file(place / name) for name in names}
+        files = {name: hash_file(place / name) for name in FORMS[to].finish(place, tasks)}
         write_atomically(place / _MANIFEST, to_json(seal({"files": files})))
         if place != folder:
             place.rename(folder)

@@ -22,6 +22,7 @@ number of tokens in `tokens`.
 
 import io
 import itertools
+import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,12 +38,12 @@ from offline_packing.layouts.container import read_packs
 from offline_packing.runs.run import open_encoder
 from offline_packing.storage.files import atomic_file, hash_file, to_json, write_atomically
 from offline_packing.storage.tars import PackEntry, scan_tar
-from task_encoders.families import ModelOptions, model_options
+from task_encoders.families import model_options
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, parse_json, restore_pack
 from task_encoders.packs.stored_media import MEDIA_ROOTS, read_media_roots
 from task_encoders.sample_encoder import SampleEncoder, TokenizedSample
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError
 
 #: NeVA's name of the files, without their endings.
 PREFIX: Final = "packed_seq_dataset"
@@ -50,8 +51,6 @@ SEQUENCES: Final = ("cu_lengths", "tokens", "labels", "loss_mask", "pack")
 
 _HEADER: Final = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 4)  # version; 4: int32
 _ITEM: Final = np.dtype("<i4")
-#: Bytes copied at a time.
-_BLOCK: Final = 8 << 20
 
 
 def refuse(manifest: Manifest) -> str:
@@ -66,7 +65,11 @@ def refuse(manifest: Manifest) -> str:
 def write(task: ShardExport) -> Mapping[str, str]:
     """Write a shard's documents and the sizes of their sequences, to be joined with those of
     others. Raises StageError if a pack is not encoded as it was measured."""
-    encoder, sizes = open_encoder(_model_of(task.manifest)), list[list[int]]()
+    model = model_options(**task.manifest.config["model"])
+    # With the control tokens that were found where the packs were measured.
+    if spelled := str(task.manifest.fingerprint.get("model.control_tokens", "")).split():
+        model = model.model_copy(update={"control_tokens": tuple(spelled)})
+    encoder, sizes = open_encoder(model), list[list[int]]()
     names = [f"{PIECES}/{task.name}.{ending}" for ending in ("bin", "sizes")]
     with task.tar() as tar, atomic_file(task.folder / names[0]) as file:
         packs = read_packs(task.output, tar)
@@ -87,8 +90,7 @@ def finish(folder: Path, tasks: Sequence[ShardExport]) -> list[str]:
         with atomic_file(folder / f"{prefix}.bin") as file:
             for piece in pieces:
                 with piece.with_suffix(".bin").open("rb") as source:
-                    while block := source.read(_BLOCK):
-                        file.write(block)
+                    shutil.copyfileobj(source, file)
         read = [np.frombuffer(piece.with_suffix(".sizes").read_bytes(), "<i8") for piece in pieces]
         write_atomically(folder / f"{prefix}.idx", index_file(np.concatenate(read)))
         found += [f"{prefix}.bin", f"{prefix}.idx"]
@@ -96,13 +98,6 @@ def finish(folder: Path, tasks: Sequence[ShardExport]) -> list[str]:
     roots = read_media_roots(str(output)) if MEDIA_ROOTS in metadata else {"shards": str(output)}
     write_atomically(folder / MEDIA_ROOTS, to_json({**roots}))
     return [*found, MEDIA_ROOTS]
-
-
-def _model_of(manifest: Manifest) -> ModelOptions:
-    """Return the model that packs were measured for, with the control tokens found there."""
-    model = model_options(**manifest.config["model"])
-    spelled = str(manifest.fingerprint.get("model.control_tokens", "")).split()
-    return model.model_copy(update={"control_tokens": tuple(spelled)}) if spelled else model
 
 
 def _document(
@@ -123,7 +118,9 @@ def _document(
                 f"pack {pack.key!r}: {sample.key!r} has options of single images or videos (fps, "
                 "video_start, ...), which its readers do not know; pack samples without them"
             )
-        text = _tokenize(encoder, sample, pack.media)
+        headers = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
+        shown = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
+        text = encoder.tokenize(sample, [(one.height, one.width) for one in headers], shown)
         if len(text.tokens) != measured:
             raise StageError(
                 f"pack {pack.key!r}: {sample.key!r} has {len(text.tokens)} tokens, was measured "
@@ -149,15 +146,6 @@ def _document(
         _fill(np.concatenate([text.loss_weights > 0 for text in texts]).tobytes(), b"\0"),
         _fill(orjson.dumps(record), b" "),
     ]
-
-
-def _tokenize(
-    encoder: SampleEncoder, sample: SourceSample, media: Mapping[str, bytes]
-) -> TokenizedSample:
-    """Return a sample's tokens, from the headers of its media."""
-    headers = [encoder.image_header(io.BytesIO(media[name])) for name in sample.images]
-    videos = [encoder.video_header(io.BytesIO(media[name])) for name in sample.videos]
-    return encoder.tokenize(sample, [(one.height, one.width) for one in headers], videos)
 
 
 def _fill(data: bytes, filler: bytes) -> bytes:

@@ -105,15 +105,24 @@ class LlavaOneVisionLayout(Layout):
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
-        images = [task.read_media(sample, sample.media)[0] for sample in samples]
-        names = [f"img{i}.jpg" for i in range(len(samples))]
-        record = {
-            "images": names,
+        images = [data for one in samples for data in task.read_media(one, one.media)]
+        record = self.fields(stored)
+        names = itertools.chain(*([n] if isinstance(n, str) else n for n in record["images"]))
+        meta = {  # our own field
+            "task": task.task,
+            "keys": [sample.key for sample in samples],
+            "num_tokens": [sample.num_tokens for sample in samples],
+        }
+        data = orjson.dumps(record | {"meta": meta})
+        return [*zip(names, images, strict=True), (JSON_PART, data)]
+
+    def fields(self, stored: Sequence[SourceSample]) -> dict[str, Any]:
+        """Return their fields of a pack's JSON, which names the images of all samples."""
+        return {
+            "images": [f"img{i}.jpg" for i in range(len(stored))],
             "prompts": [one.turns[0].prompt for one in stored],
             "captions": [one.turns[0].answer for one in stored],
-            "meta": _meta(task, samples),
         }
-        return [*zip(names, images, strict=True), (JSON_PART, orjson.dumps(record))]
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
         """Mark the image's place in the prompt, as their loader expects it. Raises StageError if
@@ -161,32 +170,18 @@ class LlavaOneVision2Layout(LlavaOneVisionLayout):
                 "it from the checkpoint's folder, or choose output.layout=energon"
             )
 
-    def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
-        stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
+    def fields(self, stored: Sequence[SourceSample]) -> dict[str, Any]:
         names = [
             [f"img{i}_{j}.jpg" for j in range(len(one.images))] for i, one in enumerate(stored)
         ]
-        images = [data for one in samples for data in task.read_media(one, one.media)]
-        record = {
+        return {
             "images": names,
             "prompts": [[turn.prompt for turn in one.turns] for one in stored],
             "captions": [[turn.answer for turn in one.turns] for one in stored],
-            "sample_count": len(samples),
+            "sample_count": len(stored),
             "patch_positions": [[""] * len(own) for own in names],
-            "timestamp_decimal": [1] * len(samples),
-            "meta": _meta(task, samples),
+            "timestamp_decimal": [1] * len(stored),
         }
-        media = zip(itertools.chain(*names), images, strict=True)
-        return [*media, (JSON_PART, orjson.dumps(record))]
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
         return replace(sample, turns=place_media(sample), system=None)
-
-
-def _meta(task: ShardTask, samples: Sequence[PlannedSample]) -> dict[str, Any]:
-    """Return our own field of a pack's JSON."""
-    return {
-        "task": task.task,
-        "keys": [sample.key for sample in samples],
-        "num_tokens": [sample.num_tokens for sample in samples],
-    }

@@ -77,18 +77,20 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+def draw_image(
+    rng: np.random.Generator, height: int, width: int, image_format: str = "JPEG", **options: Any
+) -> bytes:
+    coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+    image.save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
 def draw_images(count: int) -> list[bytes]:
     rng = np.random.default_rng(0)
-    files = []
-    for megapixels in np.linspace(0.3, 3, count):
-        width = int((megapixels * 1e6 * 4 / 3) ** 0.5)
-        height = int(megapixels * 1e6 / width)
-        coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
-        image.save(buffer, "JPEG", quality=90)
-        files.append(buffer.getvalue())
-    return files
+    widths = [int((megapixels * 1e6 * 4 / 3) ** 0.5) for megapixels in np.linspace(0.3, 3, count)]
+    return [draw_image(rng, width * 3 // 4, width, quality=90) for width in widths]
 
 
 def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> int:
@@ -329,12 +331,8 @@ def compare_checksums() -> None:
     """Print the time of the checksum that readers compare before a picture is decoded."""
     rng = np.random.default_rng(0)
     for height, width in SIZES:
-        coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
-        image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
         for image_format, options in (("JPEG", {"quality": 90}), ("PNG", {})):
-            buffer = io.BytesIO()
-            image.save(buffer, image_format, **options)
-            data = buffer.getvalue()
+            data = draw_image(rng, height, width, image_format, **options)
             names, expected = ["img000.jpg"], {"img000.jpg": checksum(data)}
             ways: dict[str, Callable[[], object]] = {
                 "checksum": lambda d=data, n=names, e=expected: [

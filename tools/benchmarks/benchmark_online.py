@@ -7,11 +7,11 @@ python tools/benchmarks/benchmark_online.py binpack
 """
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import click
 import numpy as np
+from benchmark_planner import print_table
 from length_distributions import DISTRIBUTIONS, draw_lengths, draw_sft
 from planner_peers import ms_swift
 
@@ -23,14 +23,6 @@ from offline_packing.planner.strategies.peers.placing import first_fit_decreasin
 from offline_packing.planner.windows import WindowOptions
 
 SEQ_LENGTH = 8192
-
-
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """A Markdown table, columns in the order of the first row."""
-    click.echo("| " + " | ".join(rows[0]) + " |")
-    click.echo("|---" * len(rows[0]) + "|")
-    for row in rows:
-        click.echo("| " + " | ".join(str(value) for value in row.values()) + " |")
 
 
 @click.group()

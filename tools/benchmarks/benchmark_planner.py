@@ -67,18 +67,13 @@ def _measure_here(
         run = lambda x: plan_packs(x, seq_length, strategy=method)  # noqa: E731
         given = lengths
     run(given[:WARM_UP_SAMPLES])
-    if method == "auto":
-        run(
-            draw_lengths("narrow", WARM_UP_SAMPLES)
-        )  # compiles the parts that narrow distributions need
+    if method == "auto":  # compiles the parts that narrow distributions need
+        run(draw_lengths("narrow", WARM_UP_SAMPLES))
     before = peak_mib()
-    seconds, cpu_seconds = [], []
-    result: Any = None
-    for _ in range(repeat):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        result = run(given)
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
+    results, seconds, cpu_seconds = zip(
+        *(timed(lambda: run(given)) for _ in range(repeat)), strict=True
+    )
+    result = results[-1]
     packs = [result.pack(i) for i in range(result.num_packs)] if method not in PEERS else result
     ids = np.concatenate([np.asarray(pack) for pack in packs])
     starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])[:-1]
@@ -109,6 +104,22 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         click.echo("| " + " | ".join(str(row[name]) for name in names) + " |")
 
 
+def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What a function returns, its seconds and its CPU seconds."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    result = run()
+    return result, time.perf_counter() - start, time.process_time() - cpu_start
+
+
+of_distributions = click.option(
+    "--distribution",
+    "distributions",
+    multiple=True,
+    default=DISTRIBUTIONS,
+    help="A distribution or a measured index.",
+)
+
+
 @click.group()
 def main() -> None:
     """Benchmarks of the planner."""
@@ -117,13 +128,7 @@ def main() -> None:
 @main.command()
 @click.option("--samples", default=1_000_000, show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
-@click.option(
-    "--distribution",
-    "distributions",
-    multiple=True,
-    default=DISTRIBUTIONS,
-    help="A distribution or a measured index.",
-)
+@of_distributions
 @click.option("--method", "methods", multiple=True, default=(*OWN, *PEERS), show_default=True)
 @click.option("--repeat", default=3, show_default=True)
 def speed(
@@ -151,13 +156,7 @@ def speed(
 @main.command()
 @click.option("--samples", default=100_000, show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
-@click.option(
-    "--distribution",
-    "distributions",
-    multiple=True,
-    default=DISTRIBUTIONS,
-    help="A distribution or a measured index.",
-)
+@of_distributions
 @click.option("--window", default=1000, show_default=True)
 def streaming(samples: int, seq_length: int, distributions: Sequence[str], window: int) -> None:
     """Fill and age of samples when windows are packed in sequence, with carry-over."""
@@ -211,16 +210,7 @@ def scale(samples: int, distribution: str, seq_length: int, disk: bool) -> None:
         p.apply(_write_lengths, (path, distribution, samples))
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
             row = fresh.apply(_scale_here, (path, seq_length, disk))
-    print_table(
-        [
-            {
-                "distribution": distribution,
-                "samples": samples,
-                "disk": disk,
-                **row,
-            }
-        ]
-    )
+    print_table([{"distribution": distribution, "samples": samples, "disk": disk, **row}])
 
 
 def _write_lengths(path: Path, distribution: str, samples: int) -> None:
@@ -235,13 +225,15 @@ def _scale_here(path: Path, seq_length: int, disk: bool) -> dict[str, Any]:
     for distribution in ("captions", "narrow"):
         plan_packs(draw_lengths(distribution, WARM_UP_SAMPLES), seq_length)
     lengths = None if disk else np.load(path)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    if lengths is None:
-        lengths = np.load(path, mmap_mode="r")
-    plan = plan_packs(lengths, seq_length)
-    if disk:
+
+    def run() -> PackPlan:
+        if lengths is not None:
+            return plan_packs(lengths, seq_length)
+        plan = plan_packs(np.load(path, mmap_mode="r"), seq_length)
         plan.save(path.parent / "plan")
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        return plan
+
+    plan, seconds, cpu_seconds = timed(run)
     return {
         "packs": plan.num_packs,
         "above bound": plan.num_packs - plan.info.lower_bound,
@@ -263,9 +255,10 @@ def budgets(samples: int, seq_length: int, patches: Sequence[int]) -> None:
     plan_packs(tokens[:2000], seq_length, budgets={"patches": (vision[:2000], 22_000)})
     rows = []
     for limit in patches:
-        start, cpu_start = time.perf_counter(), time.process_time()
-        plan = plan_packs(tokens, seq_length, budgets={"patches": (vision, limit)})
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        of_patches = {"patches": (vision, limit)}
+        plan, seconds, cpu_seconds = timed(
+            lambda: plan_packs(tokens, seq_length, budgets=of_patches)  # noqa: B023
+        )
         kept = plan.sample_ids
         loads = np.add.reduceat(vision[kept], plan.pack_offsets[:-1])
         rows.append(
@@ -391,27 +384,20 @@ def _plan_mixture(
     source_ids = np.repeat(np.arange(len(DISTRIBUTIONS)), each)
     drawn = np.stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64), tokens], axis=1)
     start, end = (dict(zip(DISTRIBUTIONS, line.tolist(), strict=True)) for line in _LINES)
-    made, seconds = [], []
-    for mixture in (None, {"start": start, "end": end}):
-        sources: list[dict[str, Any]] = [
-            {"format": "jsonl", "path": f"{folder}/{name}", "name": name, "task": "vqa"}
-            for name in DISTRIBUTIONS
-        ]
-        if mixture is None:
-            weights = _LINES.mean(axis=0).tolist()
-            sources = [one | {"weight": w} for one, w in zip(sources, weights, strict=True)]
-        config = {
-            "source": sources,
-            "pack": {"seq_length": seq_length, "mixture": mixture},
-            "output": {"path": f"{folder}.out", "overwrite": True},
-        }
-        run = Run(parse_config(config), LocalEngine(0))
-        samples = _index_of(run.workspace, drawn, source_ids)
-        began = time.process_time()
-        made.append(plan(run, samples).packs)
-        seconds.append(time.process_time() - began)
-    shutil.rmtree(run.workspace.root)
-    plain, packs = made
+    sources: list[dict[str, Any]] = [
+        {"format": "jsonl", "path": f"{folder}/{name}", "name": name, "task": "vqa"}
+        for name in DISTRIBUTIONS
+    ]
+    weights = _LINES.mean(axis=0).tolist()
+    weighted = [one | {"weight": w} for one, w in zip(sources, weights, strict=True)]
+    pack = {"seq_length": seq_length}
+    (plain, cpu_plain), (packs, cpu_seconds) = (
+        _plan_index(folder, {"source": source, "pack": own}, drawn, source_ids)
+        for source, own in (
+            (weighted, pack),
+            (sources, pack | {"mixture": {"start": start, "end": end}}),
+        )
+    )
     of_packs = np.zeros((packs.num_packs, len(DISTRIBUTIONS)))
     pack_of_use = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
     np.add.at(of_packs, (pack_of_use, source_ids[packs.sample_ids]), tokens[packs.sample_ids])
@@ -436,9 +422,9 @@ def _plan_mixture(
                 "packs": packs.num_packs,
                 "bound": packs.info.lower_bound,
                 "packs by weights": plain.num_packs,
-                "CPU seconds": round(seconds[1], 2),
-                "by weights": round(seconds[0], 2),
-                "ratio": round(seconds[1] / seconds[0], 2),
+                "CPU seconds": round(cpu_seconds, 2),
+                "by weights": round(cpu_plain, 2),
+                "ratio": round(cpu_seconds / cpu_plain, 2),
             }
         )
     return rows
@@ -448,22 +434,18 @@ def _plan_trees(
     folder: Path, drawn: np.ndarray, seq_length: int, max_branches: int
 ) -> dict[str, Any]:
     """One row of the table; both plans are of one index, one after the other."""
-    made, seconds = [], []
-    for shared in (None, {"max_branches": max_branches}):
-        config = {
-            "source": {"format": "jsonl", "path": str(folder), "task": "vqa"},
-            "pack": {"seq_length": seq_length, "share_prefixes": shared},
-            "output": {"path": f"{folder}.out", "overwrite": True},
-        }
-        run = Run(parse_config(config), LocalEngine(0))
-        samples = _index_of(run.workspace, drawn)
-        start = time.process_time()
-        made.append(plan(run, samples).packs)
-        seconds.append(time.process_time() - start)
-    shutil.rmtree(run.workspace.root)
+    source = {"format": "jsonl", "path": str(folder), "task": "vqa"}
+    (plain, cpu_plain), (packs, cpu_seconds) = (
+        _plan_index(
+            folder,
+            {"source": source, "pack": {"seq_length": seq_length, "share_prefixes": shared}},
+            drawn,
+        )
+        for shared in (None, {"max_branches": max_branches})
+    )
     media, prefix, tokens = drawn.T.astype(np.int64)
     least = prefix[np.unique(media, return_index=True)[1]].sum() + (tokens - prefix).sum()
-    whole, (plain, packs) = tokens.sum(), made
+    whole = tokens.sum()
     return {
         "tokens, times fewer": round(whole / packs.info.num_tokens, 2),
         "of a tree's saving %": round(100 * (whole - packs.info.num_tokens) / (whole - least), 2),
@@ -471,10 +453,22 @@ def _plan_trees(
         "packs": packs.num_packs,
         "gap %": round(100 * packs.gap, 3),
         "fill %": round(100 * packs.fill, 2),
-        "CPU seconds whole": round(seconds[0], 2),
-        "CPU seconds": round(seconds[1], 2),
-        "ratio": round(seconds[1] / seconds[0], 2),
+        "CPU seconds whole": round(cpu_plain, 2),
+        "CPU seconds": round(cpu_seconds, 2),
+        "ratio": round(cpu_seconds / cpu_plain, 2),
     }
+
+
+def _plan_index(
+    folder: Path, sections: dict[str, Any], drawn: np.ndarray, source_ids: np.ndarray | None = None
+) -> tuple[PackPlan, float]:
+    """The plan of an index, and its CPU seconds."""
+    output = {"path": f"{folder}.out", "overwrite": True}
+    run = Run(parse_config({**sections, "output": output}), LocalEngine(0))
+    samples = _index_of(run.workspace, drawn, source_ids)
+    made, _, cpu_seconds = timed(lambda: plan(run, samples))
+    shutil.rmtree(run.workspace.root)
+    return made.packs, cpu_seconds
 
 
 def _index_of(
@@ -483,13 +477,8 @@ def _index_of(
     """An index of samples with these media, tokens of prefixes and tokens, an image each."""
     count = len(drawn)
     sizes = {"kind": "bytes", "container": "a.tar", "offset": 0, "size": 0, "column": ""}
-    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {
-        "key": "",
-        "task": "vqa",
-        "part": None,
-        "kept": None,
-        "unfit": None,
-    }
+    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | dict.fromkeys(("part", "kept", "unfit"))
+    row |= {"key": "", "task": "vqa"}
     row |= {"json": sizes, "media": [sizes], "media_hash": [0], "grid_thw": [1, 24, 24]}
     row |= {"num_images": 1, "prefix_images": 1, "num_vision_patches": 576}
     rows = pa.Table.from_pylist([row], INDEX_SCHEMA).take(pa.array(np.zeros(count, np.int64)))

@@ -9,10 +9,8 @@ packs as loose files first, then tars, then `energon prepare`. All rounds must w
 """
 
 import argparse
-import hashlib
 import os
 import shutil
-import sqlite3
 import subprocess
 import tempfile
 import time
@@ -30,6 +28,7 @@ from PIL import Image
 
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
+from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.artifacts import open_index, open_plan
@@ -94,23 +93,18 @@ def write_webdataset(packs: list[list[Path]], target: Path) -> None:
     loose.mkdir(parents=True)
     shards.mkdir()
     for number, images in enumerate(packs):
-        for i, image in enumerate(images):
-            shutil.copyfile(image, loose / f"ps_{number:08d}.img{i:03d}.jpg")
-        captions = [orjson.loads(i.with_suffix(".json").read_bytes())["caption"] for i in images]
         names = [f"img{i:03d}.jpg" for i in range(len(images))]
+        for name, image in zip(names, images, strict=True):
+            shutil.copyfile(image, loose / f"ps_{number:08d}.{name}")
+        captions = [orjson.loads(i.with_suffix(".json").read_bytes())["caption"] for i in images]
         record = {"images": names, "prompt": [""] * len(images), "captions": captions}
         (loose / f"ps_{number:08d}.json").write_bytes(orjson.dumps(record))
-    _tar_and_prepare(loose, shards, len(packs))
-
-
-def _tar_and_prepare(loose: Path, shards: Path, num_packs: int) -> None:
     pattern = f"{shards}/train-%06d.tar"
     with webdataset.ShardWriter(pattern, maxcount=PACKS_PER_SHARD, verbose=0) as writer:
-        for number in range(num_packs):
-            key = f"ps_{number:08d}"
-            record = orjson.loads((loose / f"{key}.json").read_bytes())
-            images = {name: (loose / f"{key}.{name}").read_bytes() for name in record["images"]}
-            writer.write({"__key__": key, **images, "json": record})
+        for path in sorted(loose.glob("*.json")):
+            record = orjson.loads(path.read_bytes())
+            media = {n: (loose / f"{path.stem}.{n}").read_bytes() for n in record["images"]}
+            writer.write({"__key__": path.stem, **media, "json": record})
     for path in shards.iterdir():
         subprocess.run(["sync", path], check=True)
     names = sorted(path.name for path in shards.iterdir())
@@ -137,14 +131,9 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def digest(output: Path) -> dict[str, str]:
-    """Hashes of tars, indices and manifest, and of the rows of the sqlite index."""
-    names = [*output.glob("*.tar*"), output / "manifest.json"]
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in names}
-    with sqlite3.connect(output / ".nv-meta/index.sqlite") as connection:
-        for table in ("samples", "sample_parts"):
-            rows = sorted(connection.execute(f"SELECT * FROM {table}"))
-            found[table] = hashlib.sha256(repr(rows).encode()).hexdigest()
-    return found
+    """Hashes of all files that a trainer reads."""
+    paths = [*output.glob("*.tar*"), *(output / ".nv-meta").iterdir(), output / "manifest.json"]
+    return {path.name: hash_metadata(path) for path in paths}
 
 
 def worker_peak(source: Path, output: Path) -> float:
@@ -212,7 +201,7 @@ def run_round(source: Path, files: list[Path], output: Path, target: Path) -> di
     image_packs = [[images[i] for i in packs.pack(n)] for n in range(packs.num_packs)]
     modes: dict[str, Callable[[], object]] = {
         "cat, loose files": partial(cat_files, files, target),
-        "offline-packing write": partial(write, run),
+        "offline-packing write": partial(write, run, open_index(run), open_plan(run)),
         "cp, one file": partial(copy_one, target.with_name("one"), target),
         "TarWriter alone": partial(tar_writer_alone, image_packs, target),
         "TarWriter, the whole way": partial(write_webdataset, image_packs, target),

@@ -9,8 +9,8 @@ import logging
 import pickle
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing import set_start_method
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from planner_peers import greedy_knapsack, in_batches, load_file
 
 from offline_packing import plan_packs
 from task_encoders.families.builtin_processor import builtin_processor
@@ -42,17 +43,6 @@ class Samples(NamedTuple):
     def that_fit(self) -> list[int]:
         """Numbers of the samples that are not longer than a sequence."""
         return np.flatnonzero(self.tokens <= SEQ_LENGTH).tolist()
-
-
-def load_file(path: Path, name: str | None = None) -> ModuleType:
-    """One file of a project, without the rest of its package."""
-    spec = spec_from_file_location(name or f"source_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def stand_in(name: str, **content: Any) -> None:
@@ -226,19 +216,10 @@ def nanovlm(source: Path, samples: Samples, scratch: Path) -> Rows:
 
 def llama_factory(source: Path, samples: Samples, scratch: Path) -> Rows:
     """Its greedy knapsack, on the 1,000 samples that `Dataset.map` hands its processor."""
-    module = load_file(source / "src/llamafactory/data/processor/processor_utils.py")
-    fits = _shuffled(samples)
-    batches = (fits[start : start + 1000] for start in range(0, len(fits), 1000))
-    return [row for batch in batches for row in _knapsacks(module, samples, batch)]
-
-
-def _knapsacks(module: ModuleType, samples: Samples, some: Sequence[int]) -> Iterator[list[int]]:
-    waiting: dict[int, list[int]] = {}
-    for i in some:
-        waiting.setdefault(int(samples.tokens[i]), []).append(i)
-    lengths = samples.tokens[list(some)].tolist()
-    for row in module.greedy_knapsack(lengths, SEQ_LENGTH):
-        yield [waiting[length].pop() for length in row]
+    fits, package = _shuffled(samples), source / "src/llamafactory"
+    pack = in_batches(partial(greedy_knapsack, package))
+    rows = pack(samples.tokens[fits].tolist(), SEQ_LENGTH)
+    return [[fits[i] for i in row] for row in rows]
 
 
 def own(source: Path, samples: Samples, scratch: Path) -> Rows:

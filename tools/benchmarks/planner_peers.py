@@ -30,18 +30,14 @@ class Peer(NamedTuple):
     max_samples: int
 
 
-def _load_file(package: str, *path: str) -> ModuleType:
-    """One file of a package, without the package's own imports."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    file = Path(spec.origin).parent.joinpath(*path)
-    module_spec = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look up their module
-    module_spec.loader.exec_module(module)
+def load_file(path: Path) -> ModuleType:
+    """One file of a project, without the rest of its package."""
+    spec = importlib.util.spec_from_file_location(f"source_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module
+    spec.loader.exec_module(module)
     return module
 
 
@@ -94,7 +90,7 @@ def ms_swift(
     return [[index for index, _ in pack] for pack in packs]
 
 
-def _in_batches(pack: PeerFunction) -> PeerFunction:
+def in_batches(pack: PeerFunction) -> PeerFunction:
     """Every 1,000 samples separately, as `Dataset.map` with batches calls a function."""
 
     def pack_batches(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
@@ -108,8 +104,17 @@ def _in_batches(pack: PeerFunction) -> PeerFunction:
 
 
 def _llamafactory(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+    spec = importlib.util.find_spec("llamafactory")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'llamafactory'", name="llamafactory")
+    return greedy_knapsack(Path(spec.origin).parent, lengths, seq_length)
+
+
+def greedy_knapsack(
+    package: Path, lengths: Sequence[int], seq_length: int
+) -> Sequence[Sequence[int]]:
     """LLaMA-Factory's greedy knapsack; it returns lengths, which its caller maps to indices."""
-    module = _load_file("llamafactory", "data", "processor", "processor_utils.py")
+    module = load_file(package / "data/processor/processor_utils.py")
     waiting: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         waiting.setdefault(length, []).append(index)
@@ -128,11 +133,11 @@ PEERS: dict[str, Peer] = {
     "lightbinpack obfd": Peer(_lightbinpack("obfd"), "lightbinpack", 10_000_000),
     "lightbinpack obfdp": Peer(_lightbinpack("obfdp"), "lightbinpack", 10_000_000),
     "trl bfd": Peer(_trl, "trl", 100_000),
-    "trl (batches of 1,000)": Peer(_in_batches(_trl), "trl", 100_000),
+    "trl (batches of 1,000)": Peer(in_batches(_trl), "trl", 100_000),
     "binpacking": Peer(_binpacking, "binpacking", 10_000),
     "ms-swift (windows of 1,000, last pack carried)": Peer(ms_swift, "binpacking", 100_000),
     "llamafactory greedy_knapsack": Peer(_llamafactory, "llamafactory", 1_000_000),
-    "llamafactory (batches of 1,000)": Peer(_in_batches(_llamafactory), "llamafactory", 1_000_000),
+    "llamafactory (batches of 1,000)": Peer(in_batches(_llamafactory), "llamafactory", 1_000_000),
 }
 
 

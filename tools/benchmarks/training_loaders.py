@@ -4,7 +4,7 @@ All three are rows of the same kind for the same model and kernels; only the con
 differs. A padded batch of B samples is a row of B segments of the same length, padding included.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from megatron.energon import (
 )
 from torch.nn import functional as F
 
+from offline_packing.layouts.container import read_packs
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 from offline_packing.runs.manifest import require_manifest
-from offline_packing.storage.tars import TarShardWriter, scan_tar
+from offline_packing.storage.tars import TarShardWriter
 from task_encoders.concatenate import PackedRow
 from task_encoders.energon_samples import (
     PackedBatch,
@@ -34,12 +35,10 @@ from task_encoders.energon_samples import (
 from task_encoders.families import model_options
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.pack import restore_pack
+from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
-
-Members = Mapping[str, bytes]
 
 
 def write_unpacked(packed: Path, folder: Path, seed: int = 0) -> int:
@@ -51,8 +50,8 @@ def write_unpacked(packed: Path, folder: Path, seed: int = 0) -> int:
         single
         for shard in require_manifest(packed).shards
         if shard.split == "train"
-        for pack in _read_packs(packed / shard.name)
-        for single in _singles(*pack)
+        for pack in read_packs(packed, packed / shard.name)
+        for single in _singles(pack)
     ]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "train-000000.tar", "wb") as file:
@@ -64,30 +63,16 @@ def write_unpacked(packed: Path, folder: Path, seed: int = 0) -> int:
     return len(singles)
 
 
-def _read_packs(tar: Path) -> list[tuple[str, Members]]:
-    with open(tar, "rb") as file:
-
-        def content(offset: int, size: int) -> bytes:
-            file.seek(offset)
-            return file.read(size)
-
-        return [
-            (entry.key, {part.name: content(part.offset, part.size) for part in entry.parts})
-            for entry in scan_tar(tar)
-        ]
-
-
-def _singles(key: str, members: Members) -> list[list[tuple[str, bytes]]]:
+def _singles(pack: Pack) -> list[list[tuple[str, bytes]]]:
     """Members of one pack per sub-sample."""
-    pack = restore_pack(members[JSON_PART], key)
-    assert pack.task is not None  # written by this project
-    assert pack.num_tokens is not None
+    restored = restore_pack(pack.record, pack.key)
+    assert restored.task is not None  # written by this project
     singles = []
-    for sample, num_tokens in zip(pack.sub_samples, pack.num_tokens, strict=True):
+    for sample, num_tokens in zip(restored.sub_samples, restored.num_tokens or (), strict=True):
         assert isinstance(sample, SourceSample)
         extensions = tuple(name.rpartition(".")[2] for name in sample.media)
-        media = [members[name] for name in sample.media]
-        record = pack_json([PackedSubSample(sample, extensions, num_tokens)], pack.task)
+        media = [pack.media[name] for name in sample.media]
+        record = pack_json([PackedSubSample(sample, extensions, num_tokens)], restored.task)
         names = media_part_names(extensions)
         singles.append([*zip(names, media, strict=True), (JSON_PART, record)])
     return singles

@@ -29,7 +29,6 @@ import numpy as np
 
 from offline_packing.planner.plan_packs import plan_packs
 from offline_packing.planner.ranks.deal import BLOCK, PackCosts, deal_steps
-from offline_packing.planner.ranks.layout import idle_shares
 from offline_packing.planner.samples import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from task_encoders.field_types import Count, NonNegative, checked
@@ -70,16 +69,6 @@ class EpochSchedule:
     def trained(self, steps: int) -> np.ndarray:
         """Return the items of all ranks' micro batches in the first steps, int64 (n,)."""
         return reorder_packs(self.micro_batches, self.table[:steps].ravel()).sample_ids
-
-    @property
-    def idle_share(self) -> float:
-        """Share of time that ranks wait for the slowest of each step."""
-        return idle_shares(self.cost, self.tower_cost)[0]
-
-    @property
-    def two_phase_idle_share(self) -> float:
-        """The same where they wait after the vision tower and after the language model."""
-        return idle_shares(self.cost, self.tower_cost)[1]
 
 
 class RankSchedule:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,34 +27,13 @@ from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.storage.paths import path_of
-from tests.helpers.datasets import (
-    dialogue,
-    image_bytes,
-    index_rows,
-    make_run,
-    mixed_pairs,
-    pack_all,
-    write_json,
-)
+from tests.helpers.datasets import index_rows, packed_run
 from tests.helpers.outputs import files_of, flip_byte, members_of
-from tests.helpers.videos import make_video
+from tests.helpers.videos import VIDEO_MODEL
 from tests.scenarios import TREES
-from tests.world import Source, World, copy_of, task_encoder
+from tests.world import World, copy_of, task_encoder
 
-PACK = {"seq_length": 1024}
 KINDS = ("images", "videos")
-
-
-def with_clips(folder: Path) -> Source:
-    """Write dialogues with no image, one, two, or a video and an image."""
-    mixed_pairs(folder, 40)
-    for i in range(3):
-        (folder / f"clip{i}.mp4").write_bytes(make_video(4 + i))
-        texts = dialogue("<video><image>\nSame?", "Yes. " * (i + 1))
-        record = {"messages": texts, "images": [f"clip{i}.jpg"], "videos": [f"clip{i}.mp4"]}
-        (folder / f"clip{i}.jpg").write_bytes(image_bytes(84, 56 + 28 * i))
-        write_json(folder / f"clip{i}.json", record)
-    return {"format": "pairs", "path": str(folder), "task": "bmr"}
 
 
 @pytest.fixture
@@ -68,6 +46,14 @@ def packs_of(folder: Path) -> dict[str, bytes]:
     return {
         name: data for name, data in files_of(folder).items() if not name.startswith("_export/")
     }
+
+
+def packed_again(folder: Path, task: str, scratch: Path) -> Run:
+    """Pack exported packs."""
+    source = {"format": "packs", "path": str(folder), "task": task}
+    run = packed_run(source, scratch / "again")
+    assert verify(run, deep=True).ok
+    return run
 
 
 def samples_of(run: Run) -> dict[str, int]:
@@ -107,11 +93,7 @@ def test_packs_are_those_of_the_shards_and_are_read_back(
         record, before = json.loads(data), json.loads(shards[name])
         assert record["prompt"] == record["prompts"] == before.get("prompt", before.get("prompts"))
         assert record == {**before, "prompt": record["prompt"], "prompts": record["prompts"]}
-    source = {"format": "packs", "path": str(folder), "task": task}
-    again = make_run(source, tmp_path / "again", pack={"seq_length": 512})
-    assert pack_all(again).counts.packed == len(index_rows(run))
-    assert verify(again, deep=True).ok
-    assert samples_of(again) == samples_of(run)
+    assert samples_of(packed_again(folder, task, tmp_path)) == samples_of(run)
 
 
 def convert(folder: Path, target: Path) -> None:
@@ -138,27 +120,24 @@ def test_questions_survive_the_converter_of_others(tmp_path: Path, world: World)
         )
         assert [sub.turns for sub in ours.sub_samples] == [sub.turns for sub in theirs.sub_samples]  # type: ignore[union-attr]
         assert all(sub.turns[0].prompt for sub in theirs.sub_samples)  # type: ignore[union-attr]
-    source = {"format": "packs", "path": str(tmp_path / "wds"), "task": "vqa"}
-    again = make_run(source, tmp_path / "again", pack={"seq_length": 512})
-    assert pack_all(again).counts.packed == len(index_rows(run))
-    assert verify(again, deep=True).ok
+    again = packed_again(tmp_path / "wds", "vqa", tmp_path)
     assert sorted(samples_of(again).values()) == sorted(samples_of(run).values())
 
 
 def test_each_split_has_a_folder(tmp_path: Path, world: World) -> None:
-    run = world.run("captioning", output={"split": {"train": 0.6, "val": 0.4}})
-    export(run.workspace.root, tmp_path / "raw")
-    names = {Path(name) for name in packs_of(tmp_path / "raw")}
-    assert {name.parent.name for name in names} == {"train", "val"}
-    for split in ("train", "val"):
-        shards = members_of(run.workspace.root, f"{split}*.tar")
-        assert {name.name for name in names if name.parent.name == split} == set(shards)
+    root = world.packed("captioning", output={"split": {"train": 0.6, "val": 0.4}})
+    export(root, tmp_path / "raw")
+    expected = {
+        f"{one}/{name}" for one in ("train", "val") for name in members_of(root, f"{one}*.tar")
+    }
+    assert packs_of(tmp_path / "raw").keys() == expected
 
 
 @pytest.mark.parametrize("media", ["copy", "refer"])
 def test_megatron_core_opens_token_ids(world: World, tmp_path: Path, media: str) -> None:
-    output = {"media": media, "packs_per_shard": 3, "split": {"train": 0.6, "val": 0.4}}
-    run, folder = world.run(with_clips, pack=PACK, output=output), tmp_path / "nemo"
+    output = {"media": media, "packs_per_shard": 2, "split": {"train": 0.6, "val": 0.4}}
+    sections = {"model": VIDEO_MODEL, "pack": {"seq_length": 128}, "output": output}
+    run, folder = world.run("videos", **sections), tmp_path / "nemo"
     packs, root = 0, run.workspace.root
     export(root, folder, "nemo")
     names = ["packed_seq_dataset", "packed_seq_dataset_val"]
@@ -189,7 +168,7 @@ def test_megatron_core_opens_token_ids(world: World, tmp_path: Path, media: str)
                 assert (labels[start : start + length] == -100).all()
                 assert len(inside) == length > 3
         packs += len(bounds)
-    assert packs == sum(shard.packs for shard in require_manifest(root).shards) > 5
+    assert packs == sum(shard.packs for shard in require_manifest(root).shards) > 4
 
 
 def test_token_ids_are_completed_and_checked(packed: Run, tmp_path: Path) -> None:
@@ -257,11 +236,6 @@ def test_killed_at_any_moment_and_run_again(
     assert after > max(20, len(expected))
 
 
-def make_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 @pytest.mark.parametrize("name", ["*ps_00000000.json", "*ps_00000001.img*", "_export/train-*.json"])
 def test_changed_files_of_finished_shards_are_written_again(
     packed: Run, tmp_path: Path, name: str
@@ -269,11 +243,14 @@ def test_changed_files_of_finished_shards_are_written_again(
     root, folder = packed.workspace.root, tmp_path / "raw"
     export(root, folder)
     expected = files_of(folder)
-    changes: list[Callable[[Path], object]] = [Path.unlink, lambda path: flip_byte(path, -1)]
-    for change in (*changes, make_folder):
+    for change in ("flip", "unlink", "folder"):
         (folder / "_export/manifest.json").unlink()
-        partial = folder.rename(tmp_path / "raw.partial")
-        change(min(partial.glob(name)))
+        file = min(folder.rename(tmp_path / "raw.partial").glob(name))
+        flip_byte(file, -1)
+        if change != "flip":
+            file.unlink()
+        if change == "folder":
+            file.mkdir()
         export(root, folder)
         assert files_of(folder) == expected
         assert export(root, folder).was_complete

@@ -63,42 +63,25 @@ def records_of(run: Run) -> list[dict[str, Any]]:
     return [json.loads(data) for name, data in members if name.endswith(".json")]
 
 
-def mixed_media(root: Path) -> Path:
-    """Write dialogues with images, with videos and with neither, twenty of each; one with both."""
-    (root / "source").mkdir(parents=True)
-    (root / "source/0.webp").write_bytes(image_bytes(84, 56, "WEBP"))
-    (root / "source/0.mkv").write_bytes(make_video(8, container="matroska"))
-    kinds: list[dict[str, Any]] = [{"images": ["0.webp"]}, {"videos": ["0.mkv"]}, {}]
-    records = [{**kinds[i % 3], "id": f"sample{i}"} for i in range(60)]
-    records += [{"images": ["0.webp"], "videos": ["0.mkv"], "id": "both"}]
-    for i, record in enumerate(records):
-        record["messages"] = dialogue(f"What is {i}?", "A blot.")
-    (root / "source/data.jsonl").write_bytes(lines(records))
-    return root / "source/data.jsonl"
-
-
-def test_each_conversation_is_its_samples_own_and_has_its_picture(tmp_path: Path) -> None:
-    """Among neighbours of the same length in every respect."""
-    pictures = [image_bytes(84, 56, "PNG", shade=i) for i in range(10)]
-    dialogues = [dialogue(f"<image>What is {i}?", f"Blot {i}.") for i in range(10)]
-    records = []
-    for i, (picture, messages) in enumerate(zip(pictures, dialogues, strict=True)):
-        (tmp_path / f"{i}.png").write_bytes(picture)
-        records.append({"id": f"sample{i}", "images": [f"{i}.png"], "messages": messages})
-    (tmp_path / "data.jsonl").write_bytes(lines(records))
-    run = run_of(tmp_path / "data.jsonl", tmp_path / "out")
-    pack_all(run)
-    found: list[Any] = []
-    files = members_of(run.workspace.root)
-    for name in files:
-        if name.endswith(".json"):
-            record, key = json.loads(files[name]), name.removesuffix("json")
-            assert len(record["messages"]) >= 3
-            found += [
-                (one["messages"], *(files[key + file] for file in own))
-                for one, own in zip(record["messages"], record["media_files"], strict=True)
-            ]
-    assert sorted(found, key=str) == sorted(zip(dialogues, pictures, strict=True), key=str)
+def mixed_media(root: Path) -> tuple[Path, list[Any]]:
+    """Write dialogues of one length with a picture of their own, with a video and with neither,
+    twenty of each; one with both. Returns messages and media of all but the last."""
+    root.mkdir()
+    (root / "0.mkv").write_bytes(video := make_video(8, container="matroska"))
+    records: list[dict[str, Any]] = []
+    expected = []
+    for i in range(10, 70):
+        messages, picture = dialogue(f"What is {i}?", f"Blot {i}."), image_bytes(84, 56, "PNG", i)
+        (root / f"{i}.png").write_bytes(picture)
+        of_kind: Any = [{"images": [f"{i}.png"]}, {"videos": ["0.mkv"]}, {}][i % 3]
+        mark, media = [("<image>", [picture]), ("<video>", [video]), ("", [])][i % 3]
+        records.append({"id": f"{i}", "messages": messages, **of_kind})
+        shown = dialogue(mark + f"What is {i}?", f"Blot {i}.")
+        expected.append((shown, *media))
+    both = {"images": ["10.png"], "videos": ["0.mkv"]}
+    records.append({"id": "both", "messages": dialogue("What?", "A blot."), **both})
+    (root / "data.jsonl").write_bytes(lines(records))
+    return root / "data.jsonl", expected
 
 
 def run_of(source: Path, output: Path, **pack: Any) -> Run:
@@ -106,18 +89,22 @@ def run_of(source: Path, output: Path, **pack: Any) -> Run:
     return make_run(named, output, pack={"seq_length": 512, **pack}, **LAYOUT)
 
 
-def test_a_pack_holds_media_of_one_type_in_all_its_samples(tmp_path: Path) -> None:
-    run = run_of(mixed_media(tmp_path), tmp_path / "out")
+def test_each_conversation_has_its_media_and_a_pack_those_of_one_type(tmp_path: Path) -> None:
+    source, expected = mixed_media(tmp_path / "source")
+    run = run_of(source, tmp_path / "out")
     counts = pack_all(run).counts
     assert (counts.packed, counts.set_aside) == (60, {"not_in_layout": 1})
-    names = {"image": r"img\d+.webp", "video": r"vid\d+.webm"}  # .mkv would stay undecoded
-    seen = []
-    for record in records_of(run):
-        seen.append(record["media_type"])
-        assert len(record["messages"]) == len(record["media_files"])
-        for files in record["media_files"]:
-            assert len(files) == (record["media_type"] in names)
-            assert all(re.fullmatch(names[record["media_type"]], name) for name in files)
+    names = {"image": r"img\d+.png", "video": r"vid\d+.webm"}  # .mkv would stay undecoded
+    members, found, seen = members_of(run.workspace.root), [], []
+    for member in [name for name in members if name.endswith(".json")]:
+        record = json.loads(members[member])
+        seen.append(kind := record["media_type"])
+        for one, files in zip(record["messages"], record["media_files"], strict=True):
+            assert len(files) == (kind in names)
+            assert all(re.fullmatch(names[kind], name) for name in files)
+            media = [members[member.removesuffix("json") + name] for name in files]
+            found.append((one["messages"], *media))
+    assert sorted(found, key=str) == sorted(expected, key=str)
     assert set(seen) == {"image", "video", "text"}
     assert len(seen) < 30
 

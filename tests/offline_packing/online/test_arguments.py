@@ -7,21 +7,19 @@ import numpy as np
 import pytest
 
 from offline_packing import WindowOptions, plan_packs
-from offline_packing.errors import ConfigError
 from offline_packing.online.datasets import (
     ConstantLengthDataset,
     DynamicBatches,
     PackedIterableDataset,
-    PackingBlock,
 )
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.pools import PackingPool
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.ranks.rank_schedule import RankSchedule
-from offline_packing.storage.yaml_file import validate
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.schedule import RankSampler
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Stream, numbered
 
 SAMPLES = numbered([3, 4, 5])
@@ -43,31 +41,23 @@ ONE, ZERO = "it must be at least 1", "it must be at least 0"
     ("call", "argument", "value", "valid"),
     [
         (packed, "seq_length", "100", INTEGER),
-        (packed, "seq_length", 0, ONE),
         (packed, "leftovers", "drop", "it must be 'carry' or 'emit'"),
-        (packed, "yields", "row", "it must be 'samples' or 'rows'"),
         (packed, "shuffle", "no", BOOLEAN),
         (packed, "encode", "tokenize", "it must be callable"),
-        (constant, "max_sample_length", -5, ONE),
         (constant, "delta", -1, ZERO),
         (constant, "queue_size", True, "a number is needed"),
-        (constant, "pad_token_id", None, INTEGER),
         (dynamic, "dyn_bsz", "no", BOOLEAN),
         (dynamic, "max_seq_len", float("nan"), INTEGER),
         (dynamic, "pad_to_length", "8", f"{BOOLEAN} or a valid integer"),
-        (dynamic, "pad_to_length", -8, f"{BOOLEAN} or at least 1"),
         (partial(Prefetched, SAMPLES), "queue_size", 0, ONE),
         (schedule, "num_ranks", 0, ONE),
-        (schedule, "budget", 0.5, INTEGER),
         (partial(RankSampler, RankSchedule(TOKENS)), "rank", 0.0, INTEGER),
         (online, "buffer", "1000", INTEGER),
-        (online, "micro_batch_size", 0, ONE),
         (online, "budgets", {"images": 0}, ONE),
         (windows, "seq_length", "8192", INTEGER),
         (windows, "full_at", "1", "it must be a valid number"),
         (encoder, "seq_length", 8192.0, INTEGER),
         (encoder, "pad_multiple", 16, "it must be at most seq_length 8"),
-        (encoder, "check_lengths", "no", BOOLEAN),
         (encoder, "pixel_transport", "int8", "it must be 'float32' or 'uint8'"),
         (partial(get_packed_train_dataset, "nowhere", None), "micro_batch_size", 0, ONE),
         (planned, "seq_length", 8.5, INTEGER),
@@ -95,6 +85,7 @@ ones = np.ones(4, int)
     ("call", "message"),
     [
         (partial(packed, strategy="best"), "strategy 'best' is unknown"),
+        (partial(online, budgets={"pixels": 9}), "budget 'pixels' is unknown; choose one of visio"),
         (partial(packed, rank=1), "rank and world_size go together"),
         (partial(packed, rank=2, world_size=2), "rank is 2"),
         (partial(packed, lengths=TOKENS * 1.5), "pass a one-dimensional integer array"),
@@ -153,18 +144,14 @@ def test_a_state_of_another_schedule_is_refused(other: RankSchedule) -> None:
         RankSampler(other, 0).load_state_dict(state)
 
 
-def test_sizes_of_an_item_are_whole_numbers() -> None:
+def test_an_item_that_fits_no_pack_is_refused() -> None:
     pool = PackingPool[str](windows(budgets={"images": 2}))
     for tokens, images in ((5.5, 1), (5, 0.5)):
         with pytest.raises(ValueError, match=r"sizes of an item are .*; they must be integers"):
             pool.add("item", tokens, {"images": images})
     with pytest.raises(ValueError, match=r"amounts has no images, which options\.budgets limits"):
         pool.add("item", 5)
+    for sizes, reason in (((9, 0), "overlong"), ((3, 3), "over_budget"), ((0, 0), "bad_record")):
+        with pytest.raises(SampleError, match=reason):
+            pool.add("item", sizes[0], {"images": sizes[1]})
     assert pool.waiting == []
-
-
-def test_a_block_of_other_options_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"packing: max_length=True: a number is needed"):
-        validate(PackingBlock, {"max_length": True}, "packing")
-    with pytest.raises(ConfigError, match=r"packing: strategy='best'.*choose one of: binpack"):
-        validate(PackingBlock, {"max_length": 8, "strategy": "best"}, "packing")

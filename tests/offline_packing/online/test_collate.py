@@ -20,46 +20,31 @@ from tests.helpers.online_samples import Indexed, lettered
 from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs
 
 
-def test_the_documented_row() -> None:
-    row = padding_free_collator(lettered(4, 2, 3, 1))
-    assert row["input_ids"].tolist() == [list(range(1, 11))]
-    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 0]]
-    assert row["labels"].tolist() == [
-        [IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX, 6, IGNORE_INDEX, 8, 9, IGNORE_INDEX]
-    ]
-    assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 4, 6, 9, 10]
-    assert row["cu_seq_lens_q"].dtype == torch.int32
-    assert row["max_length_q"] == row["max_length_k"] == 4
-    assert row["use_cache"] is False
-    assert row.keys() >= {"input_ids", "labels"}
-    assert "length" not in row
-    assert "attention_mask" not in row
-
-
 @pytest.mark.parametrize(
     ("lengths", "pad_to_length", "position_ids", "cu_seqlens"),
     [
-        ((4, 2), 8, [0, 1, 2, 3, 0, 1, 0, 1], [0, 4, 6, 8]),
+        ((4, 2, 3, 1), None, [0, 1, 2, 3, 0, 1, 0, 1, 2, 0], [0, 4, 6, 9, 10]),
         ((3, 2, 2), 10, [0, 1, 2, 0, 1, 0, 1, 0, 1, 2], [0, 3, 5, 7, 10]),
         # The document prints positions that begin at 1 here, against its own boundaries.
         ((4, 1), 8, [0, 1, 2, 3, 0, 0, 1, 2], [0, 4, 5, 8]),
-        ((3, 2), 8, [0, 1, 2, 0, 1, 0, 1, 2], [0, 3, 5, 8]),
         ((4, 4), 8, [0, 1, 2, 3, 0, 1, 2, 3], [0, 4, 8]),
     ],
 )
-@pytest.mark.parametrize("pad_token_id", [0, 151_643])
-def test_padding_is_one_more_segment(
-    lengths, pad_to_length, position_ids, cu_seqlens, pad_token_id
-) -> None:
-    samples = lettered(*lengths)
-    row = padding_free_collator(samples, pad_to_length=pad_to_length, pad_token_id=pad_token_id)
-    used = sum(lengths)
-    padding = pad_to_length - used
-    assert row["input_ids"].tolist() == [[*range(1, used + 1), *[pad_token_id] * padding]]
+def test_the_documented_rows(lengths, pad_to_length, position_ids, cu_seqlens) -> None:
+    """Padding is one more segment."""
+    row = padding_free_collator(lettered(*lengths), pad_to_length=pad_to_length, pad_token_id=99)
+    ids = range(1, sum(lengths) + 1)
+    padding = (pad_to_length or len(ids)) - len(ids)
+    assert row["input_ids"].tolist() == [[*ids, *[99] * padding]]
+    firsts = {sum(lengths[:i]) + 1 for i in range(len(lengths))}
+    labels = [IGNORE_INDEX if number in firsts else number for number in ids]
+    assert row["labels"].tolist() == [[*labels, *[IGNORE_INDEX] * padding]]
     assert row["position_ids"].tolist() == [position_ids]
-    assert row["cu_seq_lens_q"].tolist() == cu_seqlens
-    assert row["labels"][0, used:].tolist() == [IGNORE_INDEX] * padding
-    assert row["max_length_q"] == max(*lengths, padding)
+    assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == cu_seqlens
+    assert row["cu_seq_lens_q"].dtype == torch.int32
+    assert row["max_length_q"] == row["max_length_k"] == max(*lengths, padding)
+    assert row["use_cache"] is False
+    assert row.keys().isdisjoint({"length", "attention_mask"})
 
 
 def test_positions_of_media_restart() -> None:
@@ -83,15 +68,20 @@ def test_positions_of_media_restart() -> None:
 
 
 def test_lists_arrays_and_rows_of_a_processor_are_taken() -> None:
-    samples = [
-        {"input_ids": [1, 2, 3], "labels": (1, 2, 3), "pixel_values": None},
-        {"input_ids": np.array([4, 5]), "labels": [IGNORE_INDEX, 5], "length": 2},
-        {"input_ids": torch.tensor([[6]]), "labels": [6], "attention_mask": torch.ones(1, 1)},
-    ]
-    row = padding_free_collator(samples)
-    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert row["labels"].tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5, IGNORE_INDEX]]
-    assert row.keys().isdisjoint({"pixel_values", "attention_mask", "length"})
+    """Without labels all tokens but the first of a sample are trained."""
+    ids = ([1, 2, 3], np.array([4, 5]), torch.tensor([[6]]))
+    labels = ((1, 2, 3), [IGNORE_INDEX, 5], [6])
+    more = ({"pixel_values": None}, {"length": 2}, {"attention_mask": torch.ones(1, 1)})
+    for given in (labels, (None,) * 3):
+        row = padding_free_collator(
+            [
+                {"input_ids": own, "labels": label, **rest}
+                for own, label, rest in zip(ids, given, more, strict=True)
+            ]
+        )
+        assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+        assert row["labels"].tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5, IGNORE_INDEX]]
+        assert row.keys().isdisjoint({"pixel_values", "attention_mask", "length"})
 
 
 def test_media_in_lists_are_in_the_row() -> None:
@@ -122,10 +112,6 @@ def test_images_in_lists_stay_one_list() -> None:
     ]
     row = padding_free_collator(samples)
     assert all(one is image for one, image in zip(row["images"], images, strict=True))
-    (packed,) = ConstantLengthDataset(samples, seq_length=3, delta=0, yields="rows")
-    assert sorted(len(image) for image in packed["images"]) == [1, 2, 5]
-    (batch,) = DynamicBatches(samples, max_seq_len=3)
-    assert sorted(len(image) for image in batch["images"]) == [1, 2, 5]
     assert padding_free_collator(samples[1:2])["images"] == []
 
 
@@ -135,7 +121,6 @@ LACKS_IDS = r"input_ids of a sample with .* is (missing|empty)"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"key": "a"}, r"field 'key' of a sample, str 'a', is not an array"),
     ({"pixel_values": [[1.0], [1.0, 2.0]]}, "field .pixel_values. of a sample, list .*"),
-    ({"meta": {"a": 1}}, "field 'meta' of a sample, dict {'a': 1}, is not an array"),
     ({"pixel_values": [torch.ones(1), torch.ones(2)]}, "field 'pixel_values' .* is not an array"),
     ({"pixel_values": torch.ones(2, 3)}, r"'pixel_values' .* has \[\(1, 2\), \(2, 3\)\]"),
     ({"images": torch.ones(1, 2)}, r"field 'images' .* has \['a list', \(1, 2\)\]"),
@@ -154,35 +139,26 @@ def test_what_cannot_be_in_a_row_is_named(field: dict[str, Any], message: str) -
         padding_free_collator([FIRST, {"input_ids": [1, 2], **field}])
 
 
-def test_rows_that_are_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
-        padding_free_collator([])
-    with pytest.raises(ValueError, match="a row of 5 tokens does not fit pad_to_length 4"):
-        padding_free_collator(lettered(3, 2), pad_to_length=4)
-    with pytest.raises(ValueError, match=LACKS_IDS):
-        padding_free_collator([*lettered(3), {"labels": [1]}])
-
-
-def test_lengths_of_samples_that_are_not_one_row_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: padding_free_collator([]), "at least one sample"),
+        (
+            lambda: padding_free_collator(lettered(3, 2), pad_to_length=4),
+            "a row of 5 tokens does not fit pad_to_length 4",
+        ),
+        (lambda: padding_free_collator([*lettered(3), {"labels": [1]}]), LACKS_IDS),
+        (lambda: count_tokens({"input_ids": np.ones((2, 5))}), r"shape \(2, 5\), not \(n,\)"),
+        (lambda: count_tokens({"length": 5.5}), "its length is 5.5, not a whole number"),
+        (lambda: count_tokens({"length": "5"}), "its length is '5', not a whole number"),
+        (lambda: count_tokens({"length": True}), "its length is True, not a whole number"),
+        (lambda: count_tokens({"length": 4, "input_ids": [1, 2]}), "4, and it has 2 input_ids"),
+    ],
+)
+def test_what_is_no_row_is_refused(call: Callable[[], Any], message: str) -> None:
     assert count_tokens({"input_ids": torch.ones(1, 5), "length": np.int64(5)}) == 5
-    for sample, message in (
-        ({"input_ids": np.ones((2, 5))}, r"its input_ids have shape \(2, 5\), not \(n,\)"),
-        ({"length": 5.5}, "its length is 5.5, not a whole number"),
-        ({"length": "5"}, "its length is '5', not a whole number"),
-        ({"length": True}, "its length is True, not a whole number"),
-        ({"length": 4, "input_ids": [1, 2]}, "its length is 4, and it has 2 input_ids"),
-    ):
-        with pytest.raises(SampleError, match=message):
-            count_tokens(sample)
-
-
-def test_samples_without_labels_train_all_but_their_first_token() -> None:
-    samples = [{**one, "labels": None} for one in lettered(3, 2)]
-    labels = padding_free_collator(samples)["labels"]
-    assert labels.tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5]]
-
-
-Rows = list[dict[str, Any]]
+    with pytest.raises((ValueError, SampleError), match=message):
+        call()
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +174,16 @@ def samples(model: Any) -> list[Any]:
 
 def as_dicts(samples: list[Any]) -> list[dict[str, Any]]:
     """The samples as a trainer's own dataset has them."""
-    names = {"tokens": "input_ids", "labels": "labels", "position_ids": "position_ids"}
-    names |= {"pixel_values": "pixel_values", "pixel_values_videos": "pixel_values_videos"}
-    names |= {"image_grid_thw": "image_grid_thw", "video_grid_thw": "video_grid_thw"}
+    names = "labels position_ids pixel_values pixel_values_videos image_grid_thw video_grid_thw"
     dicts = []
     for sample in samples:
-        arrays = {name: getattr(sample, ours) for ours, name in names.items()}
+        arrays = {"input_ids": sample.tokens} | {n: getattr(sample, n) for n in names.split()}
         arrays = {name: torch.from_numpy(array) for name, array in arrays.items() if len(array)}
         dicts.append(arrays | {"length": len(sample.tokens)})
     return dicts
 
 
 MODES: dict[str, Callable[[list[Any]], Any]] = {
-    "rows": lambda samples: PackedIterableDataset(samples, seq_length=128, yields="rows"),
     "samples and a collator": lambda samples: DataLoader(
         PackedIterableDataset(Indexed(as_dicts(samples)), seq_length=128, strategy="auto"),
         batch_size=2,
@@ -219,17 +192,15 @@ MODES: dict[str, Callable[[list[Any]], Any]] = {
     "constant, padded": lambda samples: ConstantLengthDataset(
         samples, seq_length=160, delta=0, yields="rows", pad_token_id=3
     ),
-    "dynamic": lambda samples: DynamicBatches(samples, max_seq_len=160),
     "dynamic, padded": lambda samples: DynamicBatches(
         as_dicts(samples), max_seq_len=160, pad_to_length=True, pad_token_id=3
-    ),
-    "fixed": lambda samples: DynamicBatches(
-        samples, dyn_bsz=False, micro_batch_size=3, max_seq_len=128
     ),
 }
 
 
-def loss_and_gradients(model: Any, rows: Rows) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: Any, rows: list[dict[str, Any]]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Per labelled token of all rows."""
     counts = [int((row["labels"][:, 1:] != IGNORE_INDEX).sum()) for row in rows]
     model.zero_grad()

@@ -29,18 +29,11 @@ from offline_packing.online.datasets import (
 )
 from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
 from offline_packing.online.pools import FixedCount, MatchedWindows, PackingPool, TokenBudget
-from offline_packing.planner.windows import WindowOptions
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, Stream, lettered, numbered, numbers
 from tests.helpers.sizes import window_options
 
 # --- PackedIterableDataset --------------------------------------------------------------------
-
-
-def pack(lengths: Sequence[int], seq_length: int, **options: Any) -> list[list[int]]:
-    return numbers(
-        PackedIterableDataset(Indexed(numbered(lengths)), seq_length=seq_length, **options)
-    )
 
 
 #: Made by `PackingDataset.create_packed_idx` of ms-swift 4.6.0, PACKING_BATCH_SIZE = 10.
@@ -57,12 +50,12 @@ def test_packs_are_those_of_ms_swift(strategy: str) -> None:
     """Whose windows count samples too that it cannot use: here these change no pack."""
     expected = [[*map(int, one.split())] for one in MS_SWIFT[strategy].split("|")]
     assert sorted(chain(*expected)) == list(range(len(LENGTHS)))
-    assert pack(LENGTHS, 64, buffer_size=10, strategy=strategy) == expected
+    options = {"seq_length": 64, "buffer_size": 10, "strategy": strategy}
     samples = numbered(LENGTHS)
+    assert numbers(PackedIterableDataset(samples, **options)) == expected
     for place in (3, 9, 15):
         samples.insert(place, {"number": -1, "length": 65})
-    options = {"seq_length": 64, "buffer_size": 10, "strategy": strategy}
-    assert numbers(PackedIterableDataset(Indexed(samples), **options)) == expected
+    assert numbers(PackedIterableDataset(samples, **options)) == expected
 
 
 def published_loop(lengths: Sequence[int], seq_length: int, buffer_size: int) -> Any:
@@ -78,8 +71,9 @@ def published_loop(lengths: Sequence[int], seq_length: int, buffer_size: int) ->
 )
 @settings(max_examples=60, deadline=None)
 def test_emitting_equals_the_published_loop(lengths, buffer_size) -> None:
-    expected = list(published_loop(lengths, 64, buffer_size))
-    assert pack(lengths, 64, buffer_size=buffer_size, leftovers="emit") == expected
+    options = {"seq_length": 64, "buffer_size": buffer_size, "leftovers": "emit"}
+    packs = numbers(PackedIterableDataset(numbered(lengths), **options))
+    assert packs == list(published_loop(lengths, 64, buffer_size))
 
 
 def test_the_wrapper_sets_the_template_and_reads_lazily() -> None:
@@ -94,7 +88,15 @@ def test_the_wrapper_sets_the_template_and_reads_lazily() -> None:
     assert [sample["length"] for sample in first] == [9, 1]
 
 
+class Epochs(Stream):
+    """Has an epoch of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self._samples = self._samples[epoch:]
+
+
 def test_shuffling_follows_seed_and_epoch() -> None:
+    """The dataset is told the epoch, too."""
     samples = Indexed(numbered([3] * 40))
     packed = PackedIterableDataset(samples, seq_length=12, shuffle=True, seed=5)
 
@@ -117,18 +119,9 @@ def test_shuffling_follows_seed_and_epoch() -> None:
         packed.set_epoch(epoch)  # seen by the worker, which lives on
         assert [sample["number"] for pack in loader for sample in pack] == expected
 
-
-class Epochs(Stream):
-    """Has an epoch of its own."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self._samples = self._samples[epoch:]
-
-
-def test_the_epoch_is_handed_to_the_dataset() -> None:
-    packed = PackedIterableDataset(Epochs(numbered([5, 6, 7])), seq_length=64)
-    packed.set_epoch(1)
-    assert [sample["length"] for pack in packed for sample in pack] == [7, 6]
+    told = PackedIterableDataset(Epochs(numbered([5, 6, 7])), seq_length=64)
+    told.set_epoch(1)
+    assert sorted(chain.from_iterable(numbers(told))) == [1, 2]
 
 
 def test_bad_samples_are_set_aside_and_counted(caplog) -> None:
@@ -234,15 +227,18 @@ def test_the_yaml_block(tmp_path: Path) -> None:
     samples = lettered(4, 2)
     assert read("packing: {max_length: 10}").wrap(samples) is samples
     assert read("packing: {enabled: false}").wrap(samples) is samples
-    with pytest.raises(ConfigError, match="max_length is missing; set it"):
-        read("packing: {enabled: true}")
-    with pytest.raises(ConfigError, match=r"of: binpack, sequential, .*; it is sequential") as gone:
-        read("packing: {enabled: true, max_length: 10, strategy: greedy}")
-    assert str(gone.value).count("sequential") == 2  # a choice, and what to take
-    with pytest.raises(ConfigError, match="max_len is not a known field"):
-        read("packing: {enabled: true, max_len: 10}")
-    with pytest.raises(ConfigError, match="has no block packing"):
-        read("model: any")
+    for refused, message in (
+        ("packing: {enabled: true}", "max_length is missing; set it"),
+        ("packing: {max_length: true}", "packing: max_length=True: a number is needed"),
+        (
+            "packing: {max_length: 10, strategy: greedy}",
+            r"strategy='greedy'.*: binpack, sequential, [^;]*; it is sequential$",
+        ),
+        ("packing: {enabled: true, max_len: 10}", "max_len is not a known field"),
+        ("model: any", "has no block packing"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(refused)
 
 
 # --- ConstantLengthDataset --------------------------------------------------------------------
@@ -256,12 +252,6 @@ def samples(lengths: Any, images: Any) -> list[dict[str, Any]]:
         {"number": number, "length": int(length), "images": [None] * int(count)}
         for number, (length, count) in enumerate(zip(lengths, images, strict=True))
     ]
-
-
-def drawn(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(5, 0.8, count), 1, SEQ_LENGTH)
-    return samples(lengths, rng.integers(0, 5, count))
 
 
 def constant_length(dataset: Any, **options: Any) -> ConstantLengthDataset:
@@ -296,7 +286,9 @@ def test_packs_are_those_of_nanovlms_whole_dataset() -> None:
     """A sample of max_sample_length is left out there."""
     module = runpy.run_path(f"{os.environ['NANOVLM']}/data/advanced_datasets.py")
     for seed in range(5):
-        given = drawn(400, seed)
+        rng = np.random.default_rng(seed)
+        lengths = np.clip(rng.lognormal(5, 0.8, 400), 1, SEQ_LENGTH)
+        given = samples(lengths, rng.integers(0, 5, 400))
         tensors = [
             {
                 "input_ids": torch.full((sample["length"],), sample["number"]),
@@ -325,17 +317,6 @@ def test_the_room_of_separators_is_padding_at_the_end_of_a_row() -> None:
     assert dataset.set_aside == {"overlong": 1}
 
 
-@pytest.mark.parametrize(("strategy", "num_workers"), [("knapsack", 0), ("auto", 2)])
-def test_every_sample_once_within_tokens_and_images(strategy: str, num_workers: int) -> None:
-    given = drawn(1000)
-    dataset = constant_length(Indexed(given), strategy=strategy, buffer_size=200)
-    packs = list(DataLoader(dataset, batch_size=None, num_workers=num_workers))
-    assert sorted(chain(*numbers(packs))) == list(range(1000))
-    assert max(sum(sample["length"] for sample in pack) for pack in packs) <= SEQ_LENGTH
-    images = [sum(len(sample["images"]) for sample in pack) for pack in packs]
-    assert 15 < max(images) <= 18
-
-
 def test_limits_of_a_sample_set_it_aside_and_count_it() -> None:
     given = samples([600, 500, 501, 100, 1025, 100, 0], [0, 4, 0, 5, 0, 4, 0])
     dataset = constant_length(Indexed(given), max_sample_length=500, max_images_per_sample=4)
@@ -347,28 +328,21 @@ def test_limits_of_a_sample_set_it_aside_and_count_it() -> None:
 # --- DynamicBatches ---------------------------------------------------------------------------
 
 
-def batches(*lengths: int, **options: Any) -> list[dict[str, Any]]:
-    return list(DynamicBatches(lettered(*lengths), **options))
-
-
-def dynamic(lengths: Any, **options: Any) -> list[list[int]]:
-    return numbers(DynamicBatches(Indexed(numbered(lengths)), collate=list, **options))
-
-
 @pytest.mark.parametrize(
     ("lengths", "pad_to_length", "options"),
     [
         ((4, 2, 3, 1), None, {"max_seq_len": 10}),
         ((4, 2), 8, {"dyn_bsz": False, "micro_batch_size": 2, "max_seq_len": 4}),
         ((3, 2, 2), 10, {"max_seq_len": 10}),
-        # True: the length follows from micro_batch_size × max_seq_len
-        ((4, 1), True, {"micro_batch_size": 2, "max_seq_len": 4}),
+        # True: the length follows from micro_batch_size × max_seq_len, which a sample may have
+        ((7, 1), True, {"micro_batch_size": 2, "max_seq_len": 4}),
         ((3, 2), True, {"dyn_bsz": False, "micro_batch_size": 2, "max_seq_len": 4}),
     ],
 )
 def test_a_batch_is_the_collators_row(lengths, pad_to_length, options) -> None:
     """The published examples, whose values the collator's own tests have."""
-    (row,) = batches(*lengths, **options, pad_to_length=pad_to_length or False, pad_token_id=7)
+    options |= {"pad_to_length": pad_to_length or False, "pad_token_id": 7}
+    (row,) = DynamicBatches(lettered(*lengths), **options)
     length = 8 if pad_to_length is True else pad_to_length
     expected = padding_free_collator(lettered(*lengths), pad_to_length=length, pad_token_id=7)
     assert row.keys() == expected.keys()
@@ -378,24 +352,15 @@ def test_a_batch_is_the_collators_row(lengths, pad_to_length, options) -> None:
 
 def test_batches_are_those_of_veomni() -> None:
     """The case of its own test, and the batches that its 0.1.12 makes of the whole of it."""
-    found = dynamic(range(1, 51), max_seq_len=32, buffer_size=10)
+    options: dict[str, Any] = {"max_seq_len": 32, "buffer_size": 10, "collate": list}
+    found = numbers(DynamicBatches(numbered(range(1, 51)), **options))
     tokens = [sum(number + 1 for number in batch) for batch in found]
     assert tokens[:5] == [28, 27, 23, 27, 31]
     assert tokens[5:] == list(range(17, 33))  # each alone; 33 and more are set aside
     shuffled = torch.randperm(50, generator=torch.Generator().manual_seed(42)) + 1
-    found = dynamic(shuffled.tolist(), max_seq_len=32, buffer_size=10)[:5]
+    found = numbers(DynamicBatches(numbered(shuffled), **options))[:5]
     expected = [[18, 1, 9, 4], [31], [21, 3, 2], [26, 6], [19, 7]]
     assert [shuffled[batch].tolist() for batch in found] == expected
-
-
-def test_overlong_samples_are_set_aside() -> None:
-    for dyn_bsz, limit in ((True, 20), (False, 10)):
-        samples = DynamicBatches(
-            lettered(3, limit + 1, limit), dyn_bsz=dyn_bsz, micro_batch_size=2, max_seq_len=10
-        )
-        rows = list(samples)
-        assert sum(row["input_ids"].shape[1] for row in rows) == 3 + limit
-        assert samples.set_aside == {"overlong": 1}
 
 
 Item = tuple[int, int, int]  # number, tokens, images
@@ -418,17 +383,13 @@ rules = st.one_of(
 )
 
 
-def add(pool: PackingPool[Item], stream: list[Item]) -> list[list[Item]]:
-    return [
-        pack for item in stream for pack in pool.add(item, item[1], {"images": item[2], "other": 9})
-    ]
-
-
 @given(stream=streams, rule=rules)
 @settings(max_examples=100, deadline=None)
 def test_every_item_comes_back_once_within_all_limits(stream, rule):
     pool = PackingPool[Item](rule)
-    packs = add(pool, stream)
+    packs = []
+    for item in stream:
+        packs += pool.add(item, item[1], {"images": item[2], "other": 9})
     assert sorted([*chain(*packs), *pool.waiting]) == stream
     packs += pool.finish()
     assert sorted(chain(*packs)) == stream
@@ -441,15 +402,3 @@ def test_every_item_comes_back_once_within_all_limits(stream, rule):
         assert sum(tokens for _, tokens, _ in pack) <= rule.seq_length
         if budgets := getattr(rule, "budgets", None):
             assert sum(images for _, _, images in pack) <= budgets["images"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "images", "reason"),
-    [(11, 0, "overlong"), (3, 3, "over_budget"), (0, 0, "bad_record")],
-)
-def test_an_item_that_fits_no_pack_is_refused_with_its_reason(tokens, images, reason):
-    pool = PackingPool[Item](WindowOptions(seq_length=10, budgets={"images": 2}))
-    with pytest.raises(SampleError) as error:
-        pool.add((0, tokens, images), tokens, {"images": images})
-    assert error.value.reason == reason
-    assert pool.waiting == []

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.errors import StageError
@@ -50,21 +49,16 @@ class Divided(IterableDataset[Any]):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_no_sample_is_lost_of_a_stream_that_divides_itself(num_workers: int) -> None:
     """It would, and the readers would keep their own part of each part."""
-    for split in (True, False):
-        dataset = packed(Divided, split=split)
-        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-        assert sorted(chain(*numbers(loader))) == list(range(len(LENGTHS)))
-    found: list[int] = []
-    for rank in range(2):
-        dataset = packed(Divided, rank=rank, world_size=2)
-        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-        found += chain(*numbers(loader))
-    assert sorted(found) == list(range(len(LENGTHS)))
+    two = [{"rank": rank, "world_size": 2} for rank in range(2)]
+    for readers in ([{"split": True}], [{"split": False}], two):
+        found: list[int] = []
+        for options in readers:
+            found += chain(*numbers(loader_of(packed(Divided, **options), num_workers)))
+        assert sorted(found) == list(range(len(LENGTHS)))
 
 
 def test_a_worker_whose_own_part_is_empty_has_no_packs() -> None:
-    dataset = packed(Divided, LENGTHS[:3], split=False)
-    loader = DataLoader(dataset, batch_size=None, num_workers=4)
+    loader = loader_of(packed(Divided, LENGTHS[:3], split=False), 4)
     assert sorted(chain(*numbers(loader))) == [0, 1, 2]
     with pytest.raises(StageError, match="the dataset is empty"):
         list(packed(Divided, [], split=False))
@@ -99,17 +93,10 @@ def test_ranks_that_may_end_unequally_are_told_before_the_first_step(
         next(iter(packed(rank=0, world_size=2)))
     (record,) = caplog.records
     assert "each of 2 ranks packs its own samples" in record.getMessage()
-    assert "set repeat=True" in record.getMessage()
     caplog.clear()
     for rank, world_size, repeats in ((1, 2, False), (0, 1, False), (0, 2, True)):
         next(iter(packed(rank=rank, world_size=world_size, repeat=repeats)))
     assert not caplog.records
-
-
-def test_a_reader_with_nothing_to_repeat_is_one_error() -> None:
-    few = packed(Indexed, LENGTHS[:2], repeat=True, rank=2, world_size=3)
-    with pytest.raises(StageError, match="worker 0 of rank 2 has no sample to repeat; set fewer"):
-        next(iter(few))
 
 
 @pytest.mark.parametrize("repeats", [False, True])
@@ -130,19 +117,17 @@ def test_lengths_that_are_wrong_end_the_run(repeats: bool, count: int) -> None:
     assert len(list(islice(dataset, 3))) == 3
 
 
-def test_a_stream_of_samples_that_are_all_too_long_ends_the_run() -> None:
-    class Endless(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return repeat({"length": 99})
-
+def test_a_reader_without_a_usable_sample_ends_the_run() -> None:
     message = "no sample can be used, the last one because of overlong: 99 tokens"
     with pytest.raises(StageError, match=message):
-        next(iter(PackedIterableDataset(Endless(), seq_length=64)))
+        next(iter(PackedIterableDataset(repeat({"length": 99}), seq_length=64)))
     for reader in range(2):  # neither is the only one
         two = {"rank": reader, "world_size": 2}
         with pytest.raises(StageError, match=message):
             list(packed(Stream, [99] * 200, **two))
         assert list(packed(Stream, [99] * 20, **two)) == []
+    with pytest.raises(StageError, match="worker 0 of rank 2 has no sample to repeat; set fewer"):
+        next(iter(packed(Indexed, LENGTHS[:2], repeat=True, rank=2, world_size=3)))
 
 
 def test_workers_of_many_ranks_count_for_themselves() -> None:
@@ -160,8 +145,6 @@ class TrackedState(dict[str, int]):
 
 
 class TrackedStream(SavableStream):
-    """Its states are tracked."""
-
     def state_dict(self) -> dict[str, int]:
         return TrackedState(super().state_dict())
 
@@ -180,32 +163,6 @@ def test_states_of_a_stream_do_not_pile_up_where_nobody_saves() -> None:
     assert resumed.dataset.given < 5000
 
 
-class Counting(IterableDataset[int]):
-    """0, 1, ... ; `made` is the last one made."""
-
-    def __init__(self, end: int, fails_at: int | None = None) -> None:
-        self.end = end
-        self.fails_at = fails_at
-        self.made = self.begin = 0
-
-    def __iter__(self) -> Iterator[int]:
-        begin, self.begin = self.begin, 0
-        info = get_worker_info()
-        for number in range(
-            begin + (info.id if info else 0), self.end, info.num_workers if info else 1
-        ):
-            if number == self.fails_at:
-                raise OSError("the disk is gone")
-            self.made = number
-            yield number
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.made + 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin = state["next"]
-
-
 def producers() -> int:
     return sum(thread.name == "prefetch" for thread in threading.enumerate())
 
@@ -221,33 +178,30 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def test_the_producer_is_no_further_ahead_than_the_queue_is_long() -> None:
-    source = Counting(1000)
+    source = SavableStream(range(1000))
     items = iter(Prefetched(source, queue_size=5))
     for _ in range(10):
         taken = next(items)
         time.sleep(0.005)
-        assert source.made <= taken + 6
+        assert source.given <= taken + 7
     assert producers() == 1
 
 
 def test_a_reader_that_stops_midway_leaves_no_thread() -> None:
-    for item in Prefetched(Counting(10**9), queue_size=2):
+    for item in Prefetched(SavableStream(range(10**9)), queue_size=2):
         if item == 20:
             break
-    items = iter(Prefetched(Counting(10**9)))
+    items = iter(Prefetched(Stream(range(10**9))))
     next(items)
     items.close()  # type: ignore[attr-defined]
 
-    def train() -> None:
-        for item in Prefetched(Counting(10**9)):
-            raise RuntimeError(f"the trainer fails at {item}")
-
-    with pytest.raises(RuntimeError, match="fails at 0"):
-        train()
-
 
 def test_an_error_of_the_dataset_is_raised_behind_the_items_before_it() -> None:
-    items = iter(Prefetched(Counting(10, fails_at=4)))
+    def failing() -> Iterator[int]:
+        yield from range(4)
+        raise OSError("the disk is gone")
+
+    items = iter(Prefetched(failing()))
     assert [next(items) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(OSError, match="the disk is gone"):
         next(items)
@@ -259,9 +213,7 @@ def test_a_dataset_without_a_state_or_epochs(num_workers: int) -> None:
     """It is read again up to the last item taken."""
 
     def make() -> Any:
-        plain = torch.utils.data.ChainDataset([Counting(20)])
-        assert not hasattr(plain, "state_dict")
-        return StatefulDataLoader(Prefetched(plain), batch_size=None, num_workers=num_workers)
+        return loader_of(Prefetched(Stream(range(20))), num_workers)
 
     loader = make()
     loader.dataset.set_epoch(1)

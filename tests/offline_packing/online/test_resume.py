@@ -39,39 +39,30 @@ LENGTHS[::40] = 99  # set aside: two of them
 MOST = 40
 
 
-def packed(kind: Any = Indexed, samples: Any = LENGTHS, **options: Any) -> PackedIterableDataset:
-    defaults = {"seq_length": 64, "buffer_size": 7}
-    return PackedIterableDataset(kind(numbered(samples)), **{**defaults, **options})
+def make(form: Any, kind: Any = Indexed, samples: Any = LENGTHS, **options: Any) -> Any:
+    return form(kind(numbered(samples)), **{"buffer_size": 7, **options})
 
 
-def dynamic(kind: Any = Indexed, **options: Any) -> DynamicBatches:
-    defaults = {"max_seq_len": 64, "buffer_size": 7, "collate": list}
-    return DynamicBatches(kind(numbered(LENGTHS)), **{**defaults, **options})
-
-
-def constant(**options: Any) -> ConstantLengthDataset:
-    return ConstantLengthDataset(
-        Indexed(numbered(LENGTHS)), seq_length=64, buffer_size=20, delta=1, **options
-    )
-
-
+packed = partial(make, PackedIterableDataset, seq_length=64)
 auto = partial(packed, strategy="auto")
+constant = partial(make, ConstantLengthDataset, seq_length=64, buffer_size=20, delta=1)
+dynamic = partial(make, DynamicBatches, max_seq_len=64, collate=list)
 DATASETS: dict[str, Callable[..., Any]] = {
     "binpack": packed,
     "sequential": partial(packed, strategy="sequential"),
     "emit": partial(packed, leftovers="emit"),
     "auto": auto,
-    "auto stream": partial(auto, Stream),
-    "auto savable": partial(auto, SavableStream),
+    "auto stream": partial(auto, kind=Stream),
+    "auto savable": partial(auto, kind=SavableStream),
     "lengths": partial(auto, lengths=LENGTHS),
     "constant": constant,
     "dynamic": dynamic,
-    "dynamic stream": partial(dynamic, Stream),
-    "dynamic savable": partial(dynamic, SavableStream),
+    "dynamic stream": partial(dynamic, kind=Stream),
+    "dynamic savable": partial(dynamic, kind=SavableStream),
     "fixed": partial(dynamic, dyn_bsz=False, micro_batch_size=3),
     "endless": partial(auto, shuffle=True, repeat=True),
-    "endless stream": partial(auto, Stream, repeat=True),
-    "endless savable": partial(auto, SavableStream, repeat=True),
+    "endless stream": partial(auto, kind=Stream, repeat=True),
+    "endless savable": partial(auto, kind=SavableStream, repeat=True),
 }
 #: Dialogues through Energon's loader.
 ENERGON = ("Energon", "Energon endless")
@@ -221,10 +212,8 @@ def test_states_are_plain_and_hold_no_samples() -> None:
 
 
 def _assert_plain(value: Any) -> None:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for one in value:
+    if isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             _assert_plain(one)
     else:
         assert value is None or isinstance(value, bool | int | float | str | np.ndarray), value
