@@ -15,10 +15,10 @@ from megatron.energon import SampleDecoder, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
 from launch.loop.parallel import initialize_parallel
+from offline_packing.runs.manifest import require_manifest
 from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.manifest import read_manifest
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.energon_batches import batches_of
@@ -61,24 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the program defines."""
+def test_the_program_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dataset of its last block blends packs of three folders, and scans through their own
+    cooker."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv(PACKED, "0")  # which the program sets, and this test restores
-    program = [
-        block.text
-        for block in BLOCKS
-        if block.language == "python" and not block.text.startswith("# ")
-    ]
+    program = [block.text for block in BLOCKS if block.language == "python"]
+    program = [text for text in program if not text.startswith("# ")]
     assert len(program) == 3
-    names: dict[str, Any] = {}
-    exec("\n".join(program), names)
-    return names
-
-
-def test_packs_and_samples_blend(folder: Path, page: dict[str, Any]) -> None:
-    """The dataset of the last block: packs of three folders, and scans through their own cooker."""
+    page: dict[str, Any] = {}
+    exec("\n".join(program), page)
     found = defaultdict(list)
     for batch in itertools.islice(get_packed_loader(page["own_dataset"]), 40):
         found[str(batch.__sources__[0].dataset_path)].append(batch)
@@ -96,25 +88,21 @@ def test_packs_and_samples_blend(folder: Path, page: dict[str, Any]) -> None:
             assert subflavors["origin"] == "scans"
             assert "Read this.<|im_end|>" in text
         elif origin.endswith("captioning"):
-            manifest = read_manifest(folder / "out/captioning")
-            assert manifest is not None
-            own = {"offline_packing": "captioning", "generation": manifest.generation}
+            generation = require_manifest(folder / "out/captioning").generation
+            own = {"offline_packing": "captioning", "generation": generation}
             assert subflavors == {"origin": "web", **own}
             assert "<|im_start|>" not in text
         else:
             assert batches[0].cu_lengths.shape[1] > 2
             assert "<|im_start|>user" in text
 
-
-def test_both_calls_give_the_same_packs_in_the_same_order(page: dict[str, Any]) -> None:
+    # Both calls give the same packs in the same order.
     energon, ours = (
         [batch.__key__ for batch in itertools.islice(get_packed_loader(page[name]), 12)]
         for name in ("dataset", "in_short")
     )
     assert energon == ours
-
-
-def test_the_provider_gives_both_loaders(page: dict[str, Any]) -> None:
+    # The provider gives both loaders.
     initialize_parallel()
     train, (valid,), test = page["train_valid_test_dataloaders_provider"](None)
     assert next(iter(train)).cu_lengths.shape[1] > 1
