@@ -376,7 +376,7 @@ def tabulate(
         ones = np.ones(len(kept), np.int32)
         budgets["samples"] = Column(ones, "sum", 0 * ones), pack.max_samples
     alike = dict[str, npt.NDArray[Any]]()  # in all samples of a tree
-    if pack.has_locality:
+    if pack.assignment == "locality":
         alike["source_order"] = kept
     if pack.layout is not None and pack.layout.uniform:
         alike["media"] = media_of_samples(column)

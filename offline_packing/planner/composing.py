@@ -32,7 +32,6 @@ _MIXED_PACKS = 500  # packs that a mixture composes at a time, at most
 _MIXED_WINDOWS = 32  # times that it composes, at most where packs are few
 _FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
 _MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, none are full
-
 _SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
 
 

@@ -52,11 +52,12 @@ def _asked(request: PlanRequest) -> Iterator[Pass]:
 
         lacks = lacks_limits(strategy)
         yield Pass("strategy", f"strategy {strategy!r}", (), {"limits": lacks} if lacks else {})
-    in_order = options.has_locality or request.mixture is not None
+    has_locality = options.assignment == "locality"
+    in_order = has_locality or request.mixture is not None
     if not in_order:
         yield Pass("compose")
     others = {"limits": "its windows know tokens only", "strategy": "it packs by auto"}
-    if options.has_locality:
+    if has_locality:
         yield Pass("windows", "assignment locality", ("source_order",), others)
     if request.mixture is not None:
         others |= {"groups": "packs of each kind would follow it by themselves"}
