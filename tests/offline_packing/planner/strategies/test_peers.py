@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.planner.strategies.longest_first import greedy_knapsack
 from offline_packing.planner.strategies.peers.hash_bucket import (
     FinalPhase,
@@ -353,6 +354,9 @@ def test_longest_first_equals_the_scan(case, extra, number):
     for strategy, choice in ((first_fit_decreasing, FIRST), (to_constant_volume, FULLEST)):
         expected = scanned_packs(order, sizes, limits, choice)
         assert sorted(as_lists(strategy(sizes, limits))) == expected
+    if len(limits) == 1 and len(sizes):  # of equally full packs, either is a best fit
+        loads = STRATEGIES["best_fit_decreasing"](sizes, limits).sums(sizes[:, 0])
+        assert sorted(loads.tolist()) == sorted(sizes[pack, 0].sum() for pack in expected)
     for given_number, options in (
         (-(-int(sizes[:, 0].sum()) // int(limits[0])) + extra, {"extra_packs": extra}),
         (number, {"num_packs": number}),
