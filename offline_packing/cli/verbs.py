@@ -82,8 +82,7 @@ class _PlanVerb(Verb):
 def plan_verb(run: Run, dry_run: bool, output: Path | None = None, again: bool = True) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside import group_set_aside
-    from offline_packing.plan.assignment import write_assignment
-    from offline_packing.plan.plan import plan, preview_plan, summary_text
+    from offline_packing.plan.plan import plan, preview_plan, summary_text, write_assignment
     from offline_packing.runs.artifacts import open_index
     from offline_packing.runs.set_aside import aside_while_planning, render_examples
 

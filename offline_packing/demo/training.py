@@ -73,14 +73,13 @@ def packed_train_dataset(
     task: str,
     seq_length: int,
     *,
-    num_workers: int = 0,
     repeat: bool = True,
     **model_settings: Any,
 ) -> SavableDataset[PackedBatch]:
     """Open the written folder through Energon, with the model settings it was measured with."""
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     task_encoder = PackedTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
-    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     return get_packed_train_dataset(path, task_encoder, worker_config=worker_config, repeat=repeat)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
@@ -26,6 +27,7 @@ from offline_packing.index.rows import (
     Prefixes,
     SampleIds,
     media_of_samples,
+    name_copies,
     name_samples,
     sample_flops,
 )
@@ -374,7 +376,7 @@ def tabulate(
         ones = np.ones(len(kept), np.int32)
         budgets["samples"] = Column(ones, "sum", 0 * ones), pack.max_samples
     alike = dict[str, npt.NDArray[Any]]()  # in all samples of a tree
-    if pack.has_locality:
+    if pack.assignment == "locality":
         alike["source_order"] = kept
     if pack.layout is not None and pack.layout.uniform:
         alike["media"] = media_of_samples(column)
@@ -419,3 +421,28 @@ def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str,
     if pack.padding > 1:
         limit += f" (in multiples of {pack.padding})"
     return "overlong", f"{num_tokens} tokens > {limit}"
+
+
+def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
+    """Write a Parquet file with a row per use of a sample, in the order of the packs: the columns
+    of `samples`, among them key and at the end num_tokens, and before the last pack and position in
+    the pack. Rows at the end, without a pack, are samples set aside."""
+    samples = samples.combine_chunks()
+    is_aside = np.ones(len(samples), bool)
+    is_aside[plan.sample_ids] = False
+    aside = np.flatnonzero(is_aside)
+    sizes = np.diff(plan.pack_offsets)
+    places = {
+        "pack": np.repeat(np.arange(plan.num_packs), sizes),
+        "position": np.arange(len(plan.sample_ids)) - np.repeat(plan.pack_offsets[:-1], sizes),
+    }
+    rows = samples.take(pa.array(np.concatenate([plan.sample_ids, aside])))
+    if (copies := plan.copy_numbers()) is not None:
+        rows = name_copies(rows, np.append(copies, np.zeros(len(aside), copies.dtype)))
+    none = pa.nulls(len(aside), pa.int64())
+    for name, values in places.items():
+        column = pa.chunked_array([pa.array(values, pa.int64()), none])
+        rows = rows.add_column(len(rows.column_names) - 1, name, column)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with index.table_writer(path, rows.schema) as write:
+        write(rows)

@@ -26,10 +26,12 @@ from offline_packing.index.rows import (
     samples_of_shards,
 )
 from offline_packing.index.table import Index
+from offline_packing.plan.uses import label_components
 from offline_packing.planner.exchange import rounds_of_copies
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
-from offline_packing.planner.strategies.kernels import Kernel, counting_sort
+from offline_packing.planner.strategies.kernels import Kernel
+from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.roots.roots import MediaRoot
@@ -121,52 +123,55 @@ def _hash_media(source: Source, row: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class Trees:
-    """Uses of samples in trees, in the order of each tree's first use: tree i has the uses
-    ``uses[offsets[i]:offsets[i + 1]]``, numbers of `ids`."""
+    """Uses of samples in trees, in the order of each tree's first use."""
 
-    uses: Numbers
-    #: (num_trees + 1,)
-    offsets: Numbers
+    #: pack i is tree i: numbers of uses
+    uses: Packs
     #: the columns of the trees
     table: Table
 
     def expand(self, plan: PackPlan) -> PackPlan:
         """Return the plan of the uses, from the plan of the trees."""
-        order = np.argsort(ids := self._uses_of(plan.set_aside_ids)[0])
-        sizes = np.diff(self.offsets)[plan.set_aside_ids]
-        uses, ends, branches = self._uses_of(plan.sample_ids)
-        num_admitted = len(self.uses) - len(ids)
+        aside, packed = map(self._uses_of, (plan.set_aside_ids, plan.sample_ids))
+        order = np.argsort(aside.sample_ids)
+        reasons = np.repeat(plan.set_aside_reasons, np.diff(aside.pack_offsets))
+        num_admitted = len(self.uses.sample_ids) - len(order)
         return replace(
             plan,
-            sample_ids=uses,
-            pack_offsets=ends[plan.pack_offsets],
-            set_aside_ids=ids[order],
-            set_aside_reasons=np.repeat(plan.set_aside_reasons, sizes)[order],
-            info=replace(plan.info, num_copies=len(uses) - num_admitted),
-            branches=branches,
+            sample_ids=packed.sample_ids,
+            pack_offsets=packed.pack_offsets[plan.pack_offsets],
+            set_aside_ids=aside.sample_ids[order],
+            set_aside_reasons=reasons[order],
+            info=replace(plan.info, num_copies=len(packed.sample_ids) - num_admitted),
+            branches=_is_branch(packed),
         )
 
     def amounts(self, hashes: Hashes) -> tuple[Numbers, Hashes]:
         """Return (num_uses,) the tokens that each use adds to rows, a tree's all at its first use;
         and the least hash in its tree and in the trees that share records with it, by which all
         their samples are used equally often."""
-        tokens, least_of = np.zeros(len(self.uses), np.int64), np.empty_like(hashes)
-        tokens[self.uses[self.offsets[:-1]]] = self.table.num_tokens.values
-        labels = np.repeat(self.table.columns["copy_of"].values, np.diff(self.offsets))
+        uses, offsets = self.uses
+        tokens, least_of = np.zeros(len(uses), np.int64), np.empty_like(hashes)
+        tokens[uses[offsets[:-1]]] = self.table.num_tokens.values
+        labels = self.table.columns["copy_of"].values[self.uses.pack_of_slot()]
         least = np.full(int(labels.max(initial=-1)) + 1, np.iinfo(np.uint64).max)
-        np.minimum.at(least, labels, hashes[self.uses])
-        least_of[self.uses] = least[labels]
+        np.minimum.at(least, labels, hashes[uses])
+        least_of[uses] = least[labels]
         return tokens, least_of
 
-    def _uses_of(self, trees: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
-        """Return the uses of some trees, tree after tree; the offset of each tree, and the end; and
-        uint8 1 for every use but the first of its tree."""
-        starts, sizes = self.offsets[trees], np.diff(self.offsets)[trees]
+    def _uses_of(self, trees: npt.NDArray[np.integer]) -> Packs:
+        """Return the uses of some trees, tree after tree; outside of a plan, kernels compile."""
+        starts, sizes = self.uses.pack_offsets[trees], np.diff(self.uses.pack_offsets)[trees]
         ends = np.concatenate([[0], np.cumsum(sizes)])
         places = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
-        branches = np.ones(len(places), np.uint8)
-        branches[ends[:-1]] = 0
-        return self.uses[places], ends, branches
+        return Packs(self.uses.sample_ids[places], ends)
+
+
+def _is_branch(trees: Packs) -> npt.NDArray[np.uint8]:
+    """Return (num_uses,) 1 for every use but the first of its tree."""
+    branches = np.ones(len(trees.sample_ids), np.uint8)
+    branches[trees.pack_offsets[:-1]] = 0
+    return branches
 
 
 def form_trees(
@@ -214,61 +219,37 @@ def form_trees(
     keys = groups, place // min(_STRETCH * max_branches, _LONGEST_STRETCH), turns
     order, is_new = np.arange(len(some)), np.zeros(len(some), np.bool_)
     for key in (most.max(initial=0) - most, *reversed(keys)):
-        order = order[_sort(key[order])[0]]
+        order = group_into_packs(order, key[order]).sample_ids
     for key in keys:
         is_new |= np.diff(key[order], prepend=-1) != 0
     chunks = _cut(is_new, whole[order], added[order], np.array(limits), max_branches)
     of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
     of_sample[ids[some[order]]] = chunks
     trees = _number_trees(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
-    uses, offsets = _sort(trees)
-    change = partial(_of_trees, uses, offsets[:-1], trees)
+    uses = group_into_packs(np.arange(len(ids)), trees)
+    change = partial(_of_trees, uses, trees)
     budgets = {name: (change(name, own), most) for name, (own, most) in table.budgets.items()}
     columns = {name: change(name, own) for name, own in table.columns.items()}
-    return Trees(uses, offsets, Table(change("num_tokens", table.num_tokens), budgets, columns))
+    return Trees(uses, Table(change("num_tokens", table.num_tokens), budgets, columns))
 
 
-def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
-    """Sort integers from 0, stably. Returns the order, and where the places of each integer start
-    and end."""
-    order = np.empty(len(keys), np.int64)
-    starts = np.concatenate([[0], np.cumsum(np.bincount(keys))])
-    counting_sort(keys, starts, order)
-    return order, starts
-
-
-def _of_trees(uses: Numbers, firsts: Numbers, trees: Numbers, name: str, column: Column) -> Column:
-    """Return a column of trees from that of uses; `trees` (num_uses,) has the tree of each use, and
-    each begins at one of `firsts` in `uses`."""
-    values, rule = column.values, column.of_tree
+def _of_trees(trees: Packs, tree_of: Numbers, name: str, column: Column) -> Column:
+    """Return a column of trees from that of uses; `tree_of` (num_uses,) has the tree of each."""
+    values, rule, (uses, offsets) = column.values, column.of_tree, trees
     if rule == "sum":
-        is_branch = np.ones(len(uses), np.uint8)
-        is_branch[firsts] = 0
-        each = values[uses] - _of_prefix(column)[uses] * is_branch
+        each = values[uses] - _of_prefix(column)[uses] * _is_branch(trees)
         dtype = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
-        return Column(np.add.reduceat(each, firsts, dtype=dtype))
+        return Column(np.add.reduceat(each, offsets[:-1], dtype=dtype))
     if rule == "first":
-        return Column(values[uses[firsts]])
+        return Column(values[uses[offsets[:-1]]])
     if rule == "joined":
-        return Column(_components(trees, values)[: len(firsts)])
+        return Column(label_components(tree_of, values))
     raise ValueError(f"column {name} does not say what a tree has of it: sum, first or joined")
 
 
 def _of_prefix(column: Column) -> npt.NDArray[Any]:
     assert column.of_prefix is not None
     return column.of_prefix
-
-
-def _components(trees: Numbers, records: Numbers) -> Numbers:
-    """Label the trees, then the records, by the connected component that they are in."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    num_trees = int(trees.max(initial=-1)) + 1
-    size = num_trees + int(records.max(initial=-1)) + 1
-    edges = coo_array((np.ones(len(trees), np.bool_), (trees, num_trees + records)), (size, size))
-    labels: Numbers = connected_components(edges, directed=False)[1]
-    return labels
 
 
 @Kernel

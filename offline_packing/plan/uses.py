@@ -86,7 +86,7 @@ def choose_uses(
                 raise
             logger.warning("plan: split %s keeps the first split's repeats: %s", name, error)
             repeats.append(repeats[0])
-        uses[part] = count_uses(repeats[-1][source_ids[part]], draws, config.pack.seed)
+        uses[part] = draw_uses(repeats[-1][source_ids[part]], draws, config.pack.seed)
     not_drawn = [
         AsideSamples.of(
             kept[(uses == 0) & (source_ids == i)], "not_drawn", f"repeat {one.repeat:g}"
@@ -103,10 +103,10 @@ def choose_uses(
     return Uses(ids, int(uses.max(initial=0)) > 1, AsideSamples.merge(not_drawn))
 
 
-def count_uses(
+def draw_uses(
     repeats: npt.NDArray[np.float64], hashes: npt.NDArray[np.uint64], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Count the uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides."""
+    """Draw the uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides."""
     whole = np.floor(repeats)
     return (whole + (_draw(hashes, seed, _USE_SALT) < repeats - whole)).astype(np.int64)
 
@@ -153,22 +153,31 @@ def draw_splits(samples: Index, shares: Mapping[str, float], seed: int) -> npt.N
 def _joined(samples: Index) -> tuple[Hashes, Hashes]:
     """Return the hashes of all contents in samples that have several, ascending, and the least hash
     that each leads to. Only such samples join anything, so only their contents are held."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
     found = [(np.empty(0, np.int64), np.empty(0, np.uint64))]
     for some, rows, hashes in shared_contents(samples):
         joins = (np.bincount(rows, minlength=some.stop - some.start) > 1)[rows]
         found.append((some.start + rows[joins], hashes[joins]))
     owners, hashes = map(np.concatenate, zip(*found, strict=True))
     joined, places = np.unique(hashes, return_inverse=True)
-    _, owners = np.unique(owners, return_inverse=True)
-    size = len(joined) + int(owners.max(initial=-1)) + 1
-    edges = (np.ones(len(owners), np.bool_), (places, len(joined) + owners))
-    labels = connected_components(coo_array(edges, (size, size)), directed=False)[1][: len(joined)]
-    least = np.full(size, _MOST)
+    labels = label_components(places, np.unique(owners, return_inverse=True)[1])
+    least = np.full(int(labels.max(initial=-1)) + 1, _MOST)
     np.minimum.at(least, labels, joined)
     return joined, least[labels]
+
+
+def label_components(
+    nodes: npt.NDArray[np.integer], others: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """Label nodes, (num_nodes,), by their connected component. An edge joins node `nodes[i]` and
+    node `others[i]` of another kind; those of each kind are numbered from 0."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    count = int(nodes.max(initial=-1)) + 1
+    size = count + int(others.max(initial=-1)) + 1
+    edges = coo_array((np.ones(len(nodes), np.bool_), (nodes, count + others)), (size, size))
+    labels: npt.NDArray[np.int64] = connected_components(edges, directed=False)[1][:count]
+    return labels
 
 
 def _draw(hashes: Hashes, seed: int, salt: int) -> npt.NDArray[np.float64]:

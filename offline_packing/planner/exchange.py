@@ -178,10 +178,10 @@ def _move_out(bins: _Bins, places: np.ndarray) -> Packs:
     moved = moved[np.argsort(-sizes[moved, 0], kind="stable")]
     kept = np.delete(packs.sample_ids, places)
     pack_of = np.delete(packs.pack_of_slot(), places)
-    rest = group_into_packs(kept, pack_of, packs.num_packs)
+    rest = group_into_packs(kept, pack_of)
     rest_bins = bins._replace(packs=rest, totals=rest.sums(sizes))
     pack_of = np.append(pack_of, _find_room(rest_bins, moved))
-    return group_into_packs(np.append(kept, moved), pack_of, int(pack_of.max()) + 1)
+    return group_into_packs(np.append(kept, moved), pack_of)
 
 
 @Kernel

@@ -59,11 +59,6 @@ class PlanOptions(BaseModel):
                 raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
         return self
 
-    @property
-    def has_locality(self) -> bool:
-        """Whether packs follow the order of the samples in the source."""
-        return self.assignment == "locality"
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -68,12 +69,6 @@ class Samples:
         limits = [self.seq_length, *(limit for _, limit in self.budgets.values())]
         return np.stack(arrays, axis=1).astype(np.int64), np.array(limits)
 
-    @property
-    def cost(self) -> np.ndarray:
-        """float64 (num_samples,): the given cost, or the squared length."""
-        found = self.columns.get("cost")
-        return self.lengths.astype(np.float64) ** 2 if found is None else found
-
 
 class Admission(NamedTuple):
     """Samples to pack and samples set aside."""
@@ -92,8 +87,8 @@ def admit_samples(
     num_tokens: np.ndarray,
     seq_length: int,
     multiple: int = 1,
-    budgets: Budgets | None = None,
-    columns: Mapping[str, np.ndarray | None] | None = None,
+    budgets: Budgets = MappingProxyType({}),
+    columns: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Admission:
     """Check all inputs; set aside samples without tokens, too long, or over a budget on their own.
     ``num_tokens`` is an integer array (num_samples,). A sample that fails several limits gets the
@@ -102,14 +97,14 @@ def admit_samples(
     num_tokens = checked_sizes("num_tokens", num_tokens)
     budgets = {
         name: (checked_sizes(f"budgets[{name!r}]", array, len(num_tokens)), limit)
-        for name, (array, limit) in (budgets or {}).items()
+        for name, (array, limit) in budgets.items()
     }
     for name, (_, limit) in budgets.items():
         if limit < 1:
             raise ValueError(
                 f"budgets[{name!r}] has limit {limit}; it must be at least 1, or leave it out"
             )
-    given = {name: np.asarray(a) for name, a in (columns or {}).items() if a is not None}
+    given = {name: np.asarray(array) for name, array in columns.items()}
     for name, array in given.items():
         if array.shape != num_tokens.shape:
             raise ValueError(

@@ -143,7 +143,10 @@ def run_figures(
     """Yield the figures of an index and its plan, if there is one. `set_aside` counts samples set
     aside while planning, by reason. With the plan's `table`, the waiting of ranks is shown even
     without pack.order."""
-    info, uses, lengths = samples.info, count_uses(samples, plan), samples.array("num_tokens")
+    info, lengths = samples.info, samples.array("num_tokens")
+    uses = np.full(info.num_samples, plan is None, np.int32)  # packs of each sample, or 1
+    if plan is not None:
+        np.add.at(uses, plan.sample_ids, 1)
     reasons = Counter(info.set_aside) + Counter(set_aside)
     found, aside = info.num_samples + info.num_set_aside, reasons.total()
     yield Row("samples", "task", config.task, config.task)
@@ -235,14 +238,6 @@ def plan_figures(
     text = f"{before:,} -> {after:,} per epoch at global batch size {batch:,} (global batch size "
     text += f"{equal:,} keeps the samples per step)"
     yield Row("saving", "iterations", text, [before, after])
-
-
-def count_uses(samples: Index, plan: PackPlan | None) -> npt.NDArray[np.int32]:
-    """Count the packs that hold each sample, (num_samples,); without a plan, 1 each."""
-    uses = np.full(samples.info.num_samples, plan is None, np.int32)
-    if plan is not None:
-        np.add.at(uses, plan.sample_ids, 1)
-    return uses
 
 
 def _contents(

@@ -30,13 +30,6 @@ def length_counts(draw: st.DrawFn) -> np.ndarray:
     return np.bincount(np.array(lengths, np.int64), minlength=capacity + 1)
 
 
-def caption_lengths(num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images with captions, and their vision patches: four for each vision token."""
-    rng = np.random.default_rng(7)
-    tokens = np.clip(np.exp(rng.normal(6.0, 0.8, num_samples)), 16, 8192).astype(np.int64)
-    return tokens, (tokens * rng.uniform(0.3, 0.98, num_samples)).astype(np.int64) * 4
-
-
 def as_lists(packs: Packs) -> list[list[int]]:
     """Sample numbers of each pack."""
     parts = np.split(packs.sample_ids, packs.pack_offsets[1:-1])

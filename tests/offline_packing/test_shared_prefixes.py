@@ -4,7 +4,7 @@ not know such packs refuses them, and what others make of them."""
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +64,17 @@ def plain(world: World) -> Run:
     return world.run("shared media", **options(share=False))
 
 
-def rows_of(run: Run, **changed: Any) -> Iterator[Any]:
-    folder = PackedFolder(run.workspace.root, task_encoder(run, **MODEL, **changed))
-    return map(folder.row, range(len(folder)))
-
-
 def test_each_medium_of_a_tree_is_a_member_once(shared: Run, plain: Run) -> None:
     media = [
         [name for name in members_of(run.workspace.root) if not name.endswith(".json")]
         for run in (shared, plain)
     ]
     plan, rows = open_plan(shared).packs, index_rows(shared)
-    is_first = np.flatnonzero(np.asarray(plan.branches) == 0)
-    with_media = [rows[number]["media"] for number in plan.sample_ids[is_first]]
-    assert len(media[0]) == sum(map(len, with_media)) < 15
+    firsts = plan.sample_ids[np.asarray(plan.branches) == 0]
+    assert len(media[0]) == sum(len(rows[number]["media"]) for number in firsts) < 15
     assert len(media[1]) == NUM_MEDIA
-    counts = [require_manifest(run.workspace.root) for run in (shared, plain)]
-    assert [one.version for one in counts] == [2, 1]
-    assert counts[0].counts.packed == counts[1].counts.packed == NUM_SAMPLES
+    manifests = [require_manifest(run.workspace.root) for run in (shared, plain)]
+    assert [(one.version, one.counts.packed) for one in manifests] == [(2, 31), (1, 31)]
 
 
 def test_bytes_are_estimated_without_what_is_shared(shared: Run, plain: Run) -> None:
@@ -122,7 +115,6 @@ def loaded(root: Path, encoder: PackedTaskEncoder, dataset_of: Any, **given: Any
     return list(get_loader(dataset))
 
 
-PLAIN = {"batch_size": 1, "shuffle_buffer_size": None, "max_samples_per_sequence": None}
 ONCE = {"repeat": False}
 
 
@@ -130,17 +122,16 @@ ONCE = {"repeat": False}
 def test_every_reader_refuses_packs_that_it_does_not_know(
     media: str, world: World, tmp_path: Path
 ) -> None:
-    run = world.run("shared media", **options(media))
-    root = tmp_path / "packed"
+    run, whole = (world.run("shared media", **options(media, share=own)) for own in (True, False))
+    root, blended = tmp_path / "packed", tmp_path / "blend.yaml"
     shutil.copytree(run.workspace.root, root)
     (root / "manifest.json").unlink()
-    whole = world.run("shared media", **options(media, share=False))
-    blended = tmp_path / "blend.yaml"
     blended.write_text(blend([run.workspace.root, whole.workspace.root], each_once=True))
     old, new = task_encoder(run, **MODEL, trees=False), task_encoder(run, **MODEL)
-    energon: tuple[Any, Any, Options] = (energon_path(root), get_train_dataset, PLAIN | ONCE)
+    by_energon: Any = energon_path(root)
+    plain = {"batch_size": 1, "shuffle_buffer_size": None, "max_samples_per_sequence": None}
     readers: list[Callable[[PackedTaskEncoder], Any]] = [
-        lambda encoder: loaded(energon[0], encoder, energon[1], **energon[2]),
+        lambda encoder: loaded(by_energon, encoder, get_train_dataset, **plain, **ONCE),
         lambda encoder: loaded(root, encoder, get_packed_train_dataset, **ONCE),
         lambda encoder: loaded(blended, encoder, get_packed_train_dataset, **ONCE),
         lambda encoder: list(map(PackedFolder(root, encoder).row, range(2))),
@@ -153,12 +144,11 @@ def test_every_reader_refuses_packs_that_it_does_not_know(
         assert read(new), number
     batches = loaded(blended, new, get_packed_train_dataset, micro_batch_size=2, **ONCE)
     keys = Counter(key for batch in batches for key in batch.sub_sample_keys)
-    assert len(keys) == NUM_SAMPLES
-    assert set(keys.values()) == {2}
+    assert (len(keys), *{*keys.values()}) == (NUM_SAMPLES, 2)
     settings = {"seq_length": SEQ_LENGTH, "settings": old.settings, "trees": False}
     online = OnlineTaskEncoder(**MODEL, **settings)
     with pytest.raises(Refusal, match=REFUSED):
-        loaded(Path(str(energon_path(root))), online, get_online_train_dataset, **ONCE)
+        loaded(Path(str(by_energon)), online, get_online_train_dataset, **ONCE)
 
 
 def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
@@ -167,17 +157,16 @@ def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
     with pytest.raises(StageError, match=r"share prefixes \(pack.share_prefixes\)"):
         export(shared.workspace.root, tmp_path / "raw_packing_data")
     packs = {"format": "packs", "path": str(shared.workspace.root), "task": "vqa"}
-    again = packed_run(packs, tmp_path / "again", **options(share=False))
-    once_more = packed_run(packs, tmp_path / "shared", **options())
-    for run in (again, once_more):
-        assert verify(run, deep=True).problems == []
-    found = [
-        {one.key: (one.turns, media) for _, one, media in samples_of(r)} for r in (again, plain)
-    ]
-    assert len(found[0]) == NUM_SAMPLES
-    assert found[0] == found[1]
-    counts = [require_manifest(run.workspace.root).counts for run in (again, once_more)]
-    assert counts[1].tokens < 0.7 * counts[0].tokens
+    runs = [packed_run(packs, tmp_path / f"{own}", **options(share=own)) for own in (False, True)]
+    assert [verify(run, deep=True).problems for run in runs] == [[], []]
+    again, expected = (
+        {one.key: (one.turns, media) for _, one, media in samples_of(run)}
+        for run in (runs[0], plain)
+    )
+    assert len(again) == NUM_SAMPLES
+    assert again == expected
+    tokens = [require_manifest(run.workspace.root).counts.tokens for run in runs]
+    assert tokens[1] < 0.7 * tokens[0]
 
 
 def test_preview_shows_a_trunk_with_its_branches(shared: Run, plain: Run) -> None:
@@ -191,17 +180,16 @@ def test_preview_shows_a_trunk_with_its_branches(shared: Run, plain: Run) -> Non
         assert trunk.num_loss_tokens == 0
         assert len(trunk.images) + len(trunk.videos) == 1
         assert any(piece.kind == "vision" for span in trunk.spans for piece in span.pieces)
-    for pack in packs:
-        for number, sub in enumerate(pack.sub_samples):
-            if sub.num_branches:
-                branches = pack.sub_samples[number + 1 :][: sub.num_branches]
-                assert all(one.is_branch and not one.images + one.videos for one in branches)
-            else:
-                (turn,) = sub.sample.turns
-                assert turn.answer in elements.text
-                assert ("↳ " + sub.sample.key in elements.text) == sub.is_branch
-    media = [sub.images + sub.videos for pack in packs for sub in pack.sub_samples]
-    assert elements.names["img"] == sum(map(len, media)) < 15
+    subs = [sub for pack in packs for sub in pack.sub_samples]
+    for number, sub in enumerate(subs):
+        if sub.num_branches:
+            branches = subs[number + 1 :][: sub.num_branches]
+            assert all(one.is_branch and not one.images + one.videos for one in branches)
+        else:
+            (turn,) = sub.sample.turns
+            assert turn.answer in elements.text
+            assert ("↳ " + sub.sample.key in elements.text) == sub.is_branch
+    assert elements.names["img"] == sum(len(sub.images + sub.videos) for sub in subs) < 15
     assert f"trunk of {trunks[0].num_branches} samples" in elements.text
     assert re.search(r"#\d+ trunk of \d+ samples  [\d,]+ tokens", shown)
     assert "trunk" not in render_packs(list(preview(plain, num_packs=100)), "vqa").decode()

@@ -180,12 +180,6 @@ def random_below(state: np.ndarray, bound: int) -> np.int64:
     return np.int64(((next_random(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
 
 
-@Kernel
-def random_unit(state: np.ndarray) -> float:
-    """Draw a random float64 in [0, 1)."""
-    return np.float64(next_random(state) >> np.uint64(11)) * (1.0 / (1 << 53))
-
-
 def random_state(seed: int | Sequence[int]) -> np.ndarray:
     """Start state for :func:`next_random`: uint64 (1,), well mixed for neighbouring seeds."""
     return np.random.default_rng(seed).integers(0, 2**64, size=1, dtype=np.uint64)

@@ -58,8 +58,7 @@ def _gather_packs(packs: Packs, order: np.ndarray, out: Packs) -> None:
 
 
 def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
-    """Put the chosen packs into the given order: place i gets pack ``order[i]``, each at most
-    once."""
+    """Put the chosen packs into the given order: place i gets pack ``order[i]``."""
     size = int((packs.pack_offsets[order + 1] - packs.pack_offsets[order]).sum())
     offsets = np.zeros(len(order) + 1, np.int64)
     reordered = Packs(np.empty(size, packs.sample_ids.dtype), offsets)
@@ -96,11 +95,10 @@ class Strategy:
         return self.function(sizes, np.atleast_1d(limits), seed=seed, **given)
 
 
-def group_into_packs(order: np.ndarray, pack_of: np.ndarray, num_packs: int) -> Packs:
-    """Group samples by pack. Sample ``order[i]`` was placed i-th, into pack ``pack_of[i]``; every
-    pack in 0..num_packs - 1 has a sample. Within a pack, samples stay in the order they were placed
-    in."""
-    offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=num_packs)))
+def group_into_packs(order: np.ndarray, pack_of: np.ndarray) -> Packs:
+    """Group samples by pack. Sample ``order[i]`` was placed i-th, into pack ``pack_of[i]``. Within
+    a pack, samples stay in the order they were placed in."""
+    offsets = np.append(0, np.cumsum(np.bincount(pack_of)))
     places = np.empty(len(pack_of), np.int64)
     counting_sort(pack_of, offsets, places)
     return Packs(order[places], offsets)

@@ -183,10 +183,9 @@ def _join_well(pool: _Pool, start: int, room: int, pack: int) -> None:
 
 
 @Kernel
-def _fill_longest_first(pool: _Pool, num_first: int, seq_length: int, num_packs: int) -> int:
-    """Number of packs, with the ``num_packs`` before them; the first of these begins with
-    ``num_first`` samples, after which lengths descend. Without work left, the longest that fits
-    joins."""
+def _fill_longest_first(pool: _Pool, num_first: int, seq_length: int, num_packs: int) -> None:
+    """Fill packs after ``num_packs`` others; the first begins with ``num_first`` samples, after
+    which lengths descend. Without work left, the longest that fits joins."""
     num_samples = pool.lengths.shape[0]
     descending = num_first
     longest = 0
@@ -204,7 +203,6 @@ def _fill_longest_first(pool: _Pool, num_first: int, seq_length: int, num_packs:
             place = _first_within(pool, place, room)
         num_packs += 1
         longest = _free_from(pool, longest)
-    return num_packs
 
 
 def subset_fill(lengths: np.ndarray, num_due: int, seq_length: int, num_new: int) -> Packs:
@@ -234,6 +232,6 @@ def subset_fill(lengths: np.ndarray, num_due: int, seq_length: int, num_new: int
         longest_first = rest[np.argsort(-lengths[rest], kind="stable")]
         order = np.concatenate([places[:num_first], longest_first])
         pool = pool_of(order, len(words))
-        num_packs = _fill_longest_first(pool, num_first, seq_length, num_packs)
+        _fill_longest_first(pool, num_first, seq_length, num_packs)
         pack_of[order] = pool.pack_of
-    return group_into_packs(np.arange(num_samples), pack_of, num_packs)
+    return group_into_packs(np.arange(num_samples), pack_of)

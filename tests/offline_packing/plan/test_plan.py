@@ -11,7 +11,7 @@ import pytest
 
 from offline_packing.config.sections import PackConfig, ReportConfig
 from offline_packing.errors import ConfigError
-from offline_packing.plan.assignment import write_assignment
+from offline_packing.plan.plan import write_assignment
 from offline_packing.planner.plan_packs import plan_packs
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.figures import (
@@ -73,6 +73,10 @@ def test_figures() -> None:
     assert (shown["packed samples"], shown["fill"]) == ("6", "87.50%")
     assert "3 -> 2 per epoch at global batch size 2 (global batch size 1 keeps" in text
     assert re.search(r"\n  batches of 6 padded to their longest +600 +41\.67% +1\.71\n", text)
+    lengths = np.array([1, 7], np.int32)
+    padded = [*plan_figures(ReportConfig(), lengths, plan_packs(lengths, 16, pad_multiple=8))]
+    assert as_values(padded)["saving"]["rows"][-1]["tokens"] == 16
+    assert "50.00%" in as_text(padded)
 
 
 def test_a_histogram_of_lengths_is_shown() -> None:
@@ -83,14 +87,6 @@ def test_a_histogram_of_lengths_is_shown() -> None:
     assert lines[0] == "by tokens"
     assert lines[1].split() == ["1", "█" * 14, "1"]
     assert lines[5].split() == ["5", "–", "6", "█" * 40, "3"]
-
-
-def test_padding_to_a_multiple_is_counted() -> None:
-    lengths = np.array([1, 7], np.int32)
-    packs = plan_packs(lengths, 16, pad_multiple=8)
-    figures = [*plan_figures(ReportConfig(), lengths, packs)]
-    assert as_values(figures)["saving"]["rows"][-1]["tokens"] == 16
-    assert "50.00%" in as_text(figures)
 
 
 def test_samples_of_rows_divide_among_the_ranks(world: World) -> None:

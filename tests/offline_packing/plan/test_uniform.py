@@ -15,20 +15,15 @@ from launch.config import DataConfig
 from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from offline_packing.measure.measure import measure
-from offline_packing.runs.artifacts import open_plan
 from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
-from tests.helpers.datasets import make_run, mixed_pairs, packed_run, plan_summary
+from tests.helpers.datasets import make_run, mixed_pairs, plan_summary
 from tests.helpers.prepared_folders import blend_of
 from tests.world import Source, World, copy_of, task_encoder
 
-ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}
-
-
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
-
-PACK = {"seq_length": 200, "order": ORDER}
+PACK = {"seq_length": 200, "order": {"num_ranks": 4, "num_workers": 2, "uniform": True}}
 OUTPUT: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 5}
 
 
@@ -63,17 +58,6 @@ def test_fewer_packs_than_ranks(world: World, tmp_path: Path) -> None:
     assert "idle" not in summary
 
 
-@pytest.mark.parametrize("first", ["train", "val"])
-def test_a_split_without_packs(first: str, world: World, tmp_path: Path) -> None:
-    shares = {"train": 0.9999, "val": 0.0001}
-    split = {name: shares[name] for name in sorted(shares, key=lambda name: name != first)}
-    run = packed_run(world.source(dialogues), tmp_path, pack=PACK, output={"split": split})
-    assert verify(run).ok
-    info = open_plan(run).packs.info
-    assert (info.splits["train"] > 0, info.splits["val"]) == (True, 0)
-    assert set(info.settings["uniform"]) == {"halved", "repeated"}
-
-
 def has_images(row: object) -> bool:
     return len(row.image_grid_thw) > 0  # type: ignore[attr-defined]
 
@@ -86,40 +70,17 @@ def are_alike(steps: list[tuple[bool, ...]], kinds: Collection[bool] = (True, Fa
 
 @pytest.mark.parametrize(("ranks", "workers", "size"), [(2, 2, 1), (4, 0, 2)])
 def test_energons_loader_over_two_epochs(ranks: int, workers: int, size: int, folder: Path) -> None:
-    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
-    rows = 2 * read_packed_data(folder).num_packs // ranks // size
-    drawn = []
+    packs = read_packed_data(folder)
+    encoder, drawn = build_task_encoder(DataConfig(path=str(folder)), packs), []
     for rank in range(ranks):
         config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
-        dataset = get_packed_train_dataset(
-            folder, encoder, worker_config=config, micro_batch_size=size
-        )
-        loader = get_packed_loader(dataset)
-        drawn.append([has_images(row) for row in itertools.islice(loader, rows)])
+        own: Any = {"worker_config": config, "micro_batch_size": size}
+        loader = get_packed_loader(get_packed_train_dataset(folder, encoder, **own))
+        rows = itertools.islice(loader, 2 * packs.num_packs // ranks // size)
+        drawn.append([*map(has_images, rows)])
         loader.close()
-    steps = list(zip(*drawn, strict=True))
-    assert all(len(set(step)) == 1 for step in steps)
-    assert size > 1 or {step[0] for step in steps} == {True, False}
-
-
-def balanced(path: Path, size: int = 1) -> DataConfig:
-    """The packs of a path by cost, each once."""
-    return DataConfig(
-        path=str(path), order="balanced", micro_batch_size=size, num_workers=0, repeat=False
-    )
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(3, 1), (5, 2)])
-def test_balanced_loaders_of_any_ranks(ranks: int, size: int, folder: Path) -> None:
-    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
-    rows = [
-        list(build_loader(balanced(folder, size), encoder, rank=r, num_ranks=ranks))
-        for r in range(ranks)
-    ]
-    are_alike([tuple(map(has_images, step)) for step in zip(*rows, strict=True)])
-    assert {key for own in rows for row in own for key in row.__key__} == {
-        pack.key for pack in PackedFolder(folder)
-    }
+    steps = [*zip(*drawn, strict=True)]
+    are_alike(steps, {step[0] for step in steps} if size > 1 else (True, False))
 
 
 def test_readers_know_the_kinds_of_packs(world: World) -> None:
@@ -139,16 +100,16 @@ def test_a_blend_keeps_steps_and_the_share_of_each_output(folder: Path, tmp_path
     """One output comes once, the other three times."""
     other = shutil.copytree(folder, tmp_path / "other")
     blend = tmp_path / "blend.yaml"
-    parts = [f"path: {folder}, repetitions: 1", f"path: {other}, repetitions: 3"]
-    blend_of(blend, parts)
+    blend_of(blend, [f"path: {folder}, repetitions: 1", f"path: {other}, repetitions: 3"])
     encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
     packs = PackedFolder(blend, encoder)
     columns = packs.columns()
     assert columns is not None
     assert packs.uniform_ranks == 4
     are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
-    schedule: Any = build_loader(balanced(blend), encoder, rank=0, num_ranks=2)._sampler.schedule
-    features = schedule.features
+    own = DataConfig(path=str(blend), order="balanced", num_workers=0, repeat=False)
+    loader: Any = build_loader(own, encoder, rank=0, num_ranks=2)
+    features = loader._sampler.schedule.features
     assert features is not None
     assert features[:, -1].mean() == 3 / 4
     assert np.array_equal(features[:, 0], columns.media == np.unique(columns.media)[1])

@@ -3,7 +3,6 @@ one split only."""
 
 import io
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from offline_packing.config.packing import parse_config
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, preview_plan
-from offline_packing.plan.uses import choose_uses, count_uses, draw_splits, source_repeats
-from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.plan.uses import choose_uses, draw_splits, draw_uses, source_repeats
 from offline_packing.report.report import report
-from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.sources.options import MAX_REPEAT
-from offline_packing.storage.files import read_json
 from offline_packing.storage.receipts import receipt_path
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import _check_apart, render_result, verify
@@ -35,6 +31,7 @@ from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     image_bytes,
+    make_config,
     make_run,
     pack_all,
     packed_run,
@@ -44,7 +41,6 @@ from tests.helpers.formats import lines, write_file
 from tests.world import Source, World, copy_of
 
 HASHES = np.array([key_hash(0, f"key{i}") for i in range(4000)], np.uint64)
-SPLIT = {"split": {"train": 0.8, "val": 0.2}}
 
 
 def uses_of(
@@ -56,15 +52,12 @@ def uses_of(
     seed: int = 1,
 ) -> np.ndarray:
     """Uses of samples of equal length, so many of each source."""
-    named = [
-        {"format": "pairs", "path": f"data/{i}", "task": "vqa", **option}
-        for i, option in enumerate(options)
-    ]
-    pack = {"seq_length": 10, "seed": seed}
-    config = parse_config({"source": named, "pack": pack, "output": {"path": "out"}})
+    named = {"format": "pairs", "task": "vqa"}
+    sources = [{**named, "path": f"{i}", **option} for i, option in enumerate(options)]
+    config = make_config(sources, Path("out"), pack={"seq_length": 10, "seed": seed})
     ids = np.repeat(np.arange(len(sizes)), sizes)
     repeats = source_repeats(config, ids, np.full(len(ids), tokens))
-    return count_uses(repeats[ids], hashes[: len(ids)], seed)
+    return draw_uses(repeats[ids], hashes[: len(ids)], seed)
 
 
 @given(sources=st.lists(st.tuples(st.floats(1, 9), st.integers(200, 600)), min_size=1, max_size=6))
@@ -108,20 +101,16 @@ def blend(world: World) -> Run:
     return world.run(two_folders, pack={"seq_length": 512})
 
 
-def with_options(run: Run, *own: dict[str, float], **sections: dict[str, Any]) -> Run:
-    """Return the run with options of each source, two splits and other sections."""
-    pairs = zip(run.config.source, own, strict=True)
-    sources = [one.model_dump(exclude_unset=True) | more for one, more in pairs]
-    sections["output"] = SPLIT | sections.get("output", {})
-    return make_run(sources, run.workspace.root, **sections)
-
-
-def planned(run: Run) -> PackPlan:
-    return make_plan(run, open_index(run)).packs
+def weighted(run: Run, *weights: float, **output: Any) -> Run:
+    """Return the run with weights of its sources, and two splits."""
+    pairs = zip(run.config.source, weights, strict=True)
+    sources = [one.model_dump(exclude_unset=True) | {"weight": weight} for one, weight in pairs]
+    output["split"] = {"train": 0.8, "val": 0.2}
+    return make_run(sources, run.workspace.root, output=output)
 
 
 def test_weights_need_no_new_index_and_are_shown(blend: Run, tmp_path: Path) -> None:
-    run = copy_of(with_options(blend, {"weight": 4}, {"weight": 1}), tmp_path / "out")
+    run = copy_of(weighted(blend, 4, 1), tmp_path / "out")
     path = receipt_path(run.workspace.packing, "measure")
     written = path.stat().st_mtime_ns
     measure(run)
@@ -133,7 +122,7 @@ def test_weights_need_no_new_index_and_are_shown(blend: Run, tmp_path: Path) -> 
 
 def test_weights_that_ask_for_too_many_copies(blend: Run) -> None:
     with pytest.raises(StageError, match=f"at most {MAX_REPEAT:,} are made; lower its weight"):
-        planned(with_options(blend, {"weight": 1}, {"weight": 1e6}))
+        make_plan(weighted(blend, 1, 1e6), open_index(blend))
 
 
 @pytest.mark.parametrize(("weight", "seed"), [(1, 3), (MAX_REPEAT * 0.8, 1)])
@@ -141,7 +130,7 @@ def test_shares_hold_in_each_split(
     blend: Run, caplog: pytest.LogCaptureFixture, weight: float, seed: int
 ) -> None:
     """A split that would need too many copies has the repeats of the first one."""
-    run = with_options(blend, {"weight": weight}, {"weight": 1}, output={"split_seed": seed})
+    run = weighted(blend, weight, 1, split_seed=seed)
     samples = open_index(run)
     sources, tokens = samples.array("source_id"), samples.array("num_tokens")
     times, shares = [], []
@@ -200,25 +189,22 @@ def measured(world: World) -> tuple[Run, Index]:
     return run, open_index(run)
 
 
-def rows_of_splits(run: Run, samples: Index, **sections: dict[str, Any]) -> dict[str, list[int]]:
+def rows_of_splits(run: Run, samples: Index, seed: int = 0, split_seed: int = 0) -> dict[str, Any]:
     """Rows of the index in each split, once for each use."""
-    content = run.config.model_dump(mode="json", exclude_none=True)
-    for name, own in sections.items():
-        content[name] = {**content[name], **own}
-    plan = make_plan(replace(run, config=parse_config(content)), samples).packs
-    return {
-        name: plan.sample_ids[plan.pack_offsets[own.start] : plan.pack_offsets[own.stop]].tolist()
-        for name, own in splits_of_plan(plan, SHARES).items()
-    }
+    sources = [one.model_dump(exclude_unset=True) for one in run.config.source]
+    output = {"split": SHARES, "split_seed": split_seed}
+    other = make_run(sources, run.workspace.root, pack={"seed": seed}, output=output)
+    plan = make_plan(other, samples).packs
+    ends = plan.pack_offsets[[own.stop for own in splits_of_plan(plan, SHARES).values()]]
+    return dict(zip(SHARES, np.split(plan.sample_ids, ends[:-1]), strict=True))
 
 
-def check_apart(samples: Index, splits: dict[str, list[int]]) -> None:
+def check_apart(samples: Index, splits: dict[str, Any]) -> None:
     """No picture, nor equal text, stands in two splits; by a loop over all samples."""
     rows = samples.table("media_hash", "sample_hash").to_pylist()
-    side: dict[int, str] = {}
-    shared = 0
+    side, shared = dict[int, str](), 0
     for split, own in splits.items():
-        assert own
+        assert len(own)
         for row in own:
             for one in rows[row]["media_hash"] or [rows[row]["sample_hash"]]:
                 shared += one in side
@@ -231,20 +217,17 @@ def test_seeds_and_shares(measured: tuple[Run, Index]) -> None:
     takes samples from other splits."""
     found = []
     for seed in range(6):
-        splits = rows_of_splits(*measured, output={"split_seed": seed})
+        splits = rows_of_splits(*measured, split_seed=seed)
         check_apart(measured[1], splits)
         assert sum(map(len, splits.values())) == 180
         found.append(splits)
     assert len({frozenset(splits["val"]) for splits in found}) == 6
     means = {name: np.mean([len(splits[name]) for splits in found]) / 180 for name in SHARES}
     assert means == pytest.approx(SHARES, abs=0.08)
-    again = rows_of_splits(*measured, pack={"seed": 5})
-    assert {name: set(own) for name, own in again.items()} == {
-        name: set(own) for name, own in found[0].items()
-    }
-    samples = measured[1]
+    again = rows_of_splits(*measured, seed=5)
+    assert all(set(own) == set(found[0][name]) for name, own in again.items())
     small, large = (
-        np.flatnonzero(draw_splits(samples, {"train": 1 - share, "val": share}, 3) == 1)
+        np.flatnonzero(draw_splits(measured[1], {"train": 1 - share, "val": share}, 3) == 1)
         for share in (0.1, 0.3)
     )
     assert 0 < len(small) < len(large)
@@ -253,19 +236,13 @@ def test_seeds_and_shares(measured: tuple[Run, Index]) -> None:
 
 def test_they_are_proved_by_hash_and_told_of(measured: tuple[Run, Index], tmp_path: Path) -> None:
     run = copy_of(measured[0], tmp_path / "out")
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
     line = "splits          no groups, images or videos stand in two of them, by all bytes\n"
-    assert line in render_result(result, deep=True)
-    report(run)
-    shown = read_json(run.workspace.report / "report.json")["figures"]["splits"]["rows"]
-    assert [one["asked"] for one in shown] == list(SHARES.values())
-    assert sum(one["samples"] for one in shown) == 180
+    assert line in render_result(verify(run, deep=True), deep=True)
     packs = require_manifest(run.workspace.root).counts.packs
-    assert {one["split"]: one["packs"] for one in shown} == packs
-    told = " ".join(plan_summary(run).split())
-    for one in shown:
-        assert "{split} {asked:.1%} {share:.1%} {samples} {packs}".format_map(one) in told
+    told = re.findall(r"(\w+) +([\d.]+)% +[\d.]+% +(\d+) +(\d+)\n", plan_summary(run))
+    assert {name: float(asked) / 100 for name, asked, *_ in told} == SHARES
+    assert sum(int(samples) for *_, samples, _ in told) == 180
+    assert {name: int(count) for name, *_, count in told} == packs
 
 
 def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> None:
@@ -311,9 +288,10 @@ def test_an_empty_split_is_warned_of(tmp_path: Path, first: str) -> None:
         jsonl(tmp_path / "r.jsonl", records, task="vqa"),
         tmp_path / "out",
         output={"split": dict.fromkeys(names, 0.5)},
-        pack={"seq_length": 128, "order": {"num_ranks": 2}},
+        pack={"seq_length": 128, "order": {"num_ranks": 2, "uniform": True}},
     )
     packs = pack_all(run).counts.packs
+    assert set(open_plan(run).packs.info.settings["uniform"]) == {"halved", "repeated"}
     (empty,) = [name for name, count in packs.items() if not count]
     (line,) = [one for one in plan_summary(run).splitlines() if "is empty" in one]
     assert f"split {empty} is empty: " in line
@@ -325,8 +303,7 @@ def test_an_empty_split_is_warned_of(tmp_path: Path, first: str) -> None:
 def test_parts_of_a_conversation_go_by_its_pictures(tmp_path: Path) -> None:
     """Cut in two ways, or not at all: each conversation is in the same split, parts without its
     picture included; so are conversations without any."""
-    said = [f"{who} " * 30 for _ in range(8) for who in ("human", "gpt")]
-    records = []
+    said, records = ["human " * 30, "gpt " * 30] * 8, list[dict[str, Any]]()
     for i in range(30):
         write_file(tmp_path / f"{i}.png", noise(i))
         first = "<image>What is this?" if i % 3 else "Hello."

@@ -14,7 +14,7 @@ from offline_packing.planner.strategies import kernels
 from offline_packing.planner.strategies.strategy import join_packs
 from offline_packing.planner.strategies.subset_fill import subset_fill
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from tests.helpers.sizes import as_lists, caption_lengths, window_options
+from tests.helpers.sizes import as_lists, window_options
 from tools.benchmarks.length_distributions import DISTRIBUTIONS, draw_lengths
 
 
@@ -205,7 +205,7 @@ def test_bad_input_is_refused_by_name_and_leaves_the_planner_as_it_was():
 
 
 def test_locality_reads_few_source_shards_in_order() -> None:
-    tokens, _ = caption_lengths(60_000)
+    tokens = draw_lengths("captions", 60_000)
     order = {"assignment": "locality", "source_order": np.arange(60_000)}
     plan = plan_packs(tokens, 8192, window_packs=500, **order)
     assert sorted(plan.sample_ids.tolist()) == list(range(60_000))

@@ -108,7 +108,7 @@ def place_samples(sizes: np.ndarray, limits: np.ndarray, choice: int, num_open: 
 def place_in_order(sizes: np.ndarray, limits: np.ndarray, order: np.ndarray, choice: int) -> Packs:
     """Pack the samples ``order``, int64 (k,), placed in that order by :func:`place_samples`."""
     pack_of = place_samples(sizes[order], limits, choice, 0)  # a default would be compiled apart
-    return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
+    return group_into_packs(order, pack_of)
 
 
 def _longest_first(sizes: np.ndarray, limits: np.ndarray, *, seed: int, choice: int) -> Packs:
@@ -231,4 +231,4 @@ def knapsack(
     used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
     # Not the stream of `seed` alone: a caller who shuffles the packs with it would sort them again.
     shuffled = np.random.default_rng([seed, 1]).permutation(len(used))
-    return group_into_packs(order, shuffled[pack_of], len(used))
+    return group_into_packs(order, shuffled[pack_of])

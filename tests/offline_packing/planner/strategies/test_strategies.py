@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
@@ -29,7 +29,6 @@ from offline_packing.planner.strategies.composition import (
 from offline_packing.planner.strategies.longest_first import (
     best_fit_decreasing,
     exact_fill,
-    greedy_knapsack,
 )
 from offline_packing.planner.strategies.narrow_fill import even_packs, narrow_fill
 from offline_packing.planner.strategies.pricing import (
@@ -42,7 +41,7 @@ from offline_packing.planner.strategies.pricing import (
 from offline_packing.planner.strategies.redivision import even_fill
 from offline_packing.runs.figures import plan_figures
 from tests.helpers.command import benchmark
-from tests.helpers.sizes import contents, length_counts
+from tests.helpers.sizes import length_counts
 from tools.benchmarks.length_distributions import draw_random, draw_sft
 
 GUIDE = Path(__file__).parents[4] / "docs" / "configuration.md"
@@ -263,52 +262,6 @@ def test_lp_mixes_few_different_lengths() -> None:
     composition = auto(counts)
     assert composition.num_packs <= composition.lower_bound + 2
     assert best_fit_decreasing(counts).num_packs > 1.01 * composition.num_packs
-
-
-def best_fit_decreasing_oracle(lengths: list[int], capacity: int) -> list[list[int]]:
-    packs: list[list[int]] = []
-    for length in lengths:
-        room = [capacity - sum(pack) for pack in packs]
-        fitting = [space for space in room if space >= length]
-        if fitting:
-            packs[room.index(min(fitting))].append(length)
-        else:
-            packs.append([length])
-    return packs
-
-
-def greedy_knapsack_oracle(lengths: list[int], capacity: int) -> list[list[int]]:
-    left, packs = list(lengths), []
-    while left:
-        pack: list[int] = []
-        for length in list(left):
-            if sum(pack) + length <= capacity:
-                pack.append(length)
-                left.remove(length)
-        packs.append(pack)
-    return packs
-
-
-@settings(max_examples=100, deadline=None)
-@given(counts=length_counts())
-def test_equals_the_oracle(counts) -> None:
-    descending = np.repeat(np.arange(len(counts)), counts)[::-1].tolist()
-    expected = greedy_knapsack_oracle(descending, len(counts) - 1)
-    packs = contents(greedy_knapsack(counts))
-    assert sorted(map(sorted, packs)) == sorted(map(sorted, expected))
-
-
-@settings(max_examples=100, deadline=None)
-@given(counts=length_counts())
-@example(counts=np.bincount([138, 136, 2, 1], minlength=140))
-def test_best_fit_leaves_the_room_that_the_oracle_leaves(counts) -> None:
-    """Two packs may have equal room, and either is a best fit: 139 tokens hold [138 1] and [136 2],
-    or [138] and [136 2 1]."""
-    descending = np.repeat(np.arange(len(counts)), counts)[::-1].tolist()
-    expected = best_fit_decreasing_oracle(descending, len(counts) - 1)
-    packs = best_fit_decreasing(counts)
-    assert_packs_all(packs, counts)
-    assert sorted(map(sum, contents(packs))) == sorted(map(sum, expected))
 
 
 @settings(max_examples=100, deadline=None)
