@@ -5,7 +5,6 @@ import copy
 import functools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,14 @@ def counted(packed: Run, trained: Path) -> int:
     return int((count_trained(run.config, open_index(packed), run.trained) > 0).sum())
 
 
-def put(place: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    """A change of the field at a dotted place; None removes it."""
-
-    def change(content: dict[str, Any]) -> None:
-        *names, last = [int(name) if name.isdigit() else name for name in place.split(".")]
-        inside: Any = functools.reduce(lambda held, name: held[name], names, content)
-        if value is None:
-            del inside[last]
-        else:
-            inside[last] = value
-
-    return change
+def put(content: dict[str, Any], place: str, value: Any) -> None:
+    """Change the field at a dotted place; None removes it."""
+    *names, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+    inside: Any = functools.reduce(lambda held, name: held[name], names, content)
+    if value is None:
+        del inside[last]
+    else:
+        inside[last] = value
 
 
 LOADER = "trained.0.loader"
@@ -137,7 +132,7 @@ def test_a_state_is_checked_before_it_is_used(
     place: str, value: Any, named: str, packed: Run, state: dict[str, Any], tmp_path: Path
 ) -> None:
     content = copy.deepcopy(state)
-    put(place, value)(content)
+    put(content, place, value)
     write_state(tmp_path / "run", json.dumps(content).encode())
     started = time.process_time()
     with pytest.raises(StageError) as refused:
