@@ -124,7 +124,6 @@ def test_a_complete_output_of_copies(config: Path, tmp_path: Path) -> None:
     [
         ("run nowhere.yaml", 2, "error: config 'nowhere.yaml' does not exist; write"),
         ("run CONFIG model.processor=/etc", 2, "'/etc' is a folder without a tokenizer"),
-        ("run CONFIG pack.seqlen=1", 2, "pack.seqlen is not a known field; valid: seq_length"),
         ("run CONFIG source.path=nowhere", 1, "error: source path 'nowhere' does not exist"),
         ("run CONFIG output.path=DATA/out", 2, "is inside source.path"),
         ("plan CONFIG", 1, "error: no complete index in"),

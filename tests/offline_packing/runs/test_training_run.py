@@ -14,7 +14,7 @@ from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.plan.trained import count_trained
 from offline_packing.runs.artifacts import open_index
-from offline_packing.runs.manifest import read_manifest
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.runs.training_run import read_trained
 from offline_packing.storage.files import seal, to_json
@@ -39,8 +39,7 @@ def state(packed: Run, request: pytest.FixtureRequest) -> dict[str, Any]:
     sampler.load_state_dict({**sampler.state_dict(), "step": 1})
     list(sampler)
     loader = {**sampler.state_dict(), "step": 2}
-    manifest = read_manifest(root)
-    assert manifest is not None
+    manifest = require_manifest(root)
     datasets = {str(root): manifest.content_hash}
     stage = {"path": str(root), "micro_batch_size": 1, "datasets": datasets, "loader": loader}
     packs = [{"path": str(root), "content_hash": manifest.content_hash}]
