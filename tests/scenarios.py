@@ -113,14 +113,13 @@ def of_one_kind(run: Run) -> None:
     assert {frozenset(own) for own in kinds} == {frozenset({True}), frozenset({False})}
 
 
-def of_few_samples(run: Run) -> None:
-    """Packs hold two samples at most, and some do."""
-    assert max(map(len, counts_of(run, "num_images"))) == 2
+def of_few(count: Callable[[list[int]], int]) -> Callable[[Run], None]:
+    """Packs hold two samples (`len`), or two pictures (`sum`), at most, and some do."""
 
+    def check(run: Run) -> None:
+        assert max(map(count, counts_of(run, "num_images"))) == 2
 
-def of_few_pictures(run: Run) -> None:
-    """Packs hold two pictures at most, and some do."""
-    assert max(map(sum, counts_of(run, "num_images"))) == 2
+    return check
 
 
 def padded(run: Run) -> None:
@@ -546,8 +545,8 @@ SCENARIOS: dict[str, Scenario] = {
     # options of a plan
     "one kind": Scenario("bmr", pack(homogeneous=True), Expected(30, check=of_one_kind)),
     "locality": Scenario("bmr", pack(assignment="locality"), Expected(30)),
-    "few samples": Scenario("bmr", pack(max_samples=2), Expected(30, check=of_few_samples)),
-    "budget": Scenario("bmr", pack(budgets={"images": 2}), Expected(30, check=of_few_pictures)),
+    "few samples": Scenario("bmr", pack(max_samples=2), Expected(30, check=of_few(len))),
+    "budget": Scenario("bmr", pack(budgets={"images": 2}), Expected(30, check=of_few(sum))),
     "padding": Scenario("bmr", pack(pad_multiple=16), Expected(30, check=padded)),
     "ranks": Scenario("bmr", pack(order={"num_ranks": 2, "uniform": True}), Expected(30)),
     "strategy": Scenario("bmr", pack(strategy="first_fit_decreasing"), Expected(30)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,18 +233,6 @@ def preview_verb(run: Run, full: bool, html: Path | None, **which: Any) -> None:
     echo(f"preview: {html}")
 
 
-def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> None:
-    """Do a step of a run; under --quiet only the last one, and one that fails, print anything."""
-    silent = not (run.progress or dry_run or step is report_verb)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said) if silent else contextlib.nullcontext():
-            step.function(run, dry_run, **options)
-    except (RemoteError, StageError):
-        click.echo(said.getvalue(), nl=False)
-        raise
-
-
 @verb("run")
 @_deep
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
@@ -270,7 +257,15 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
                 echo(estimate_run(run))
             echo(f"the later stages depend on {needed}, which does not exist yet")
             return
-        _do(step, run, dry_run, options)
+        # Under --quiet only the last step, and one that fails, print anything.
+        silent = not (run.progress or dry_run or step is report_verb)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said) if silent else contextlib.nullcontext():
+                step.function(run, dry_run, **options)
+        except (RemoteError, StageError):
+            click.echo(said.getvalue(), nl=False)
+            raise
 
 
 @verb("set-aside", locks=False, is_shared=True)

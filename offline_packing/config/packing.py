@@ -147,10 +147,8 @@ class PackingConfig(Section):
 
     @model_validator(mode="after")
     def _check_splitting(self) -> "PackingConfig":
-        loss_on, earlier = (
-            getattr(self.model, "loss_on", "all"),
-            self.pack.split_turns.context_turns,
-        )
+        loss_on = getattr(self.model, "loss_on", "all")
+        earlier = self.pack.split_turns.context_turns
         trains_all, is_captioning = self.output.layout != "energon", self.task == "captioning"
         layout = f"output.layout={self.output.layout!r}"
         context = f"pack.split_turns.context_turns={earlier} shows turns without loss, and"

@@ -60,10 +60,8 @@ def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:
 
 def _array_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     """Find the place of an array task among the tasks that were submitted with it."""
-    first, step = (
-        environment.get(f"SLURM_ARRAY_TASK_{name}", default)
-        for name, default in (("MIN", "0"), ("STEP", "1"))
-    )
+    first = environment.get("SLURM_ARRAY_TASK_MIN", "0")
+    step = environment.get("SLURM_ARRAY_TASK_STEP", "1")
     index, count = (environment.get(name, "") for name in _ARRAY)
     last = environment.get("SLURM_ARRAY_TASK_MAX")
     if all(value.isdecimal() for value in (first, step, index, count)) and int(step) > 0:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from offline_packing.engines.local import Advance
 from offline_packing.index.measured import MODIFICATION_TIME
-from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
+from offline_packing.index.rows import name_copies, samples_of_shards
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import (
     COLUMNS,
@@ -89,11 +89,16 @@ def iterate_tasks(
     copies = plan.copy_numbers()
     started = workspace.written_with()
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
+        own = slice(offsets[0], offsets[-1])
+        if copies is not None:
+            table = name_copies(table, copies[own])
+        if plan.branches is not None:
+            table = table.append_column("branches", pa.array(plan.branches[own]))
         yield ShardTask(
             shard=shard,
             folder=folder,
             unpack_folder=workspace.unpacked,
-            samples=_as_planned(table, plan, shard, copies),
+            samples=table,
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,
@@ -104,18 +109,3 @@ def iterate_tasks(
             refers=config.output.media == "refer",
             check_times=is_output and MODIFICATION_TIME not in run.accept_mismatch,
         )
-
-
-def _as_planned(
-    table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
-) -> pa.Table:
-    """Add the keys of copies and the plan's branches to a shard's samples."""
-    if not len(table):
-        return table
-    packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)
-    offsets = plan.pack_offsets[packs.start : packs.stop + 1]
-    if copies is not None:
-        table = name_copies(table, copies[offsets[0] : offsets[-1]])
-    if plan.branches is not None:
-        table = table.append_column("branches", pa.array(plan.branches[offsets[0] : offsets[-1]]))
-    return table

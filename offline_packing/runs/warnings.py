@@ -21,11 +21,8 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
     """Yield warnings, a line each, on the samples, their sources and the settings, and with a plan
     on its splits. Reads the index part by part."""
     yield from samples.info.warnings
-    total, shares, seq_length = (
-        samples.info.num_samples,
-        config.output.split,
-        config.pack.seq_length,
-    )
+    total, shares = samples.info.num_samples, config.output.split
+    seq_length = config.pack.seq_length
     is_vqa = config.task == "vqa"
     if several := np.count_nonzero(samples.array("num_turns") > 1) if is_vqa else 0:
         yield (

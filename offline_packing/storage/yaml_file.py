@@ -140,11 +140,8 @@ _INSTEAD: Final[Mapping[Any, str]] = {
 
 def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
     """Describe one of pydantic's errors: field, value, and what is valid or replaces it."""
-    location, kind, value = (
-        [str(name) for name in problem["loc"]],
-        problem["type"],
-        problem["input"],
-    )
+    location = [str(name) for name in problem["loc"]]
+    kind, value = problem["type"], problem["input"]
     field = ".".join(location)
     if kind == "extra_forbidden":
         fields = ", ".join(_model_at(model, location[:-1]).model_fields)

@@ -62,9 +62,8 @@ def _plan_status(workspace: Workspace, planned: PlanReceipt | None) -> Iterator[
     yield f"plan      done: {num_packs:,} packs"
     paths = sorted(workspace.write.rglob("*-??????.json"))
     shards = list(read_each(workspace.write, ShardFragment.load, paths))
-    packs, tokens = (
-        sum(getattr(one, f"num_{name}") for one in shards) for name in ("packs", "tokens")
-    )
+    packs = sum(shard.num_packs for shard in shards)
+    tokens = sum(shard.num_tokens for shard in shards)
     failed = sorted(workspace.write.rglob("*.failed"))
     yield (
         f"write     {_of(packs, num_packs)} packs, {tokens:,} tokens in {len(shards):,} shards, "

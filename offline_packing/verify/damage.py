@@ -4,7 +4,7 @@ that are not complete, against their fragments.
 A bit that flips in a recorded hash shows as well, since each receipt has a copy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -96,9 +96,13 @@ def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True
         if stage != "verify" and (is_used or receipt or copied):
             lost = [one for one in (path, copy) if not one.exists()]
             found += [Damage(at.name_of(one), "is missing") for one in lost if not started]
-        recorded = (copied or receipt or Receipt({}, {}, {})).files
+        recorded = dict((copied or receipt or Receipt({}, {}, {})).files)
         if stage == "write" and started and not (receipt or copied):
-            recorded = dict(_recorded_by_fragments(at, found))
+            for fragment in sorted(at.write.rglob("*-??????.json")):
+                try:
+                    recorded |= files_of(ShardFragment.load(fragment))
+                except StageError:
+                    found.append(Damage(at.name_of(fragment), "is not what was written"))
         is_used = is_used or bool(receipt or copied or started)
         for name, expected in recorded.items():
             if shards or not (name.endswith(_OF_SHARDS) or name.startswith("_packing/write/")):
@@ -118,13 +122,3 @@ def _read(at: Workspace, path: Path, found: list[Damage], form: Any) -> Any:
     except DamagedError:
         found.append(Damage(at.name_of(path), "is not what was written"))
         return None
-
-
-def _recorded_by_fragments(at: Workspace, found: list[Damage]) -> Iterator[tuple[str, str]]:
-    """Yield the files of shards that are not complete, with their hashes; adds damaged fragments
-    to `found`."""
-    for path in sorted(at.write.rglob("*-??????.json")):
-        try:
-            yield from files_of(ShardFragment.load(path)).items()
-        except StageError:
-            found.append(Damage(at.name_of(path), "is not what was written"))

@@ -136,22 +136,18 @@ class Write(Stage):
 
     def finish(self, folder: Path) -> None:
         """Write the metadata and, last, the manifest."""
-        self._warn_of_small_shards()
-        recorded = load_receipt(self.run.workspace.packing, self.name)
-        config = recorded and recorded.facts.get("config")
-        fragments = [self.run.workspace.fragment(shard.name) for shard in self.shards]
-        self.files = make_manifest(self.run, self.samples, self.plan, fragments, folder, config)
-
-    def _warn_of_small_shards(self) -> None:
-        """Warn of `max_shard_bytes` below most packs, as of bytes that were meant to be MB."""
         single, output = sum(shard.num_packs == 1 for shard in self.shards), self.run.config.output
         is_most = single > max(len(self.shards) / 2, 1)
         if output.max_shard_bytes and output.packs_per_shard > 1 and is_most:
-            logger.warning(
+            logger.warning(  # perhaps megabytes were meant
                 "write: %s of %s shards hold one pack: output.max_shard_bytes %s is in bytes; "
                 "raise it",
                 *(f"{one:,}" for one in (single, len(self.shards), output.max_shard_bytes)),
             )
+        recorded = load_receipt(self.run.workspace.packing, self.name)
+        config = recorded and recorded.facts.get("config")
+        fragments = [self.run.workspace.fragment(shard.name) for shard in self.shards]
+        self.files = make_manifest(self.run, self.samples, self.plan, fragments, folder, config)
 
     def record(self) -> tuple[dict[str, str], dict[str, Any]]:
         return self.files, {"config": require_manifest(self.run.workspace.root).config}

@@ -51,16 +51,11 @@ def packed(world: World, tmp_path: Path) -> Run:
     return copy_of(world.run("captioning"), tmp_path / "out")
 
 
-def unwritten(run: Run) -> Run:
-    """Remove what `write` made."""
-    run.drop("write")
-    return run
-
-
 @pytest.fixture
 def planned(packed: Run) -> Run:
-    """The same, ready to write."""
-    return unwritten(packed)
+    """The same, without what `write` made."""
+    packed.drop("write")
+    return packed
 
 
 @pytest.fixture

@@ -44,52 +44,38 @@ def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-def merged() -> AsideSamples:
-    left_out = AsideSamples(
-        rows(2, 7), np.array([1, 0], np.int32), (("overlong", "9 tokens"), ("over_budget", "few"))
-    )
-    return AsideSamples.merge(
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_the_first_reason_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(set_aside, "_NAMED_AT_ONCE", at_once)
+    texts = (("overlong", "9 tokens"), ("over_budget", "few"))
+    aside = AsideSamples.merge(
         [
             AsideSamples.of(rows(5, 9), "duplicate_key", "again"),
             AsideSamples.of(rows(1, 5), "not_in_layout", "no image"),
             AsideSamples.of(rows(), "not_in_layout", "no turn"),
-            left_out,
+            AsideSamples(rows(2, 7), np.array([1, 0], np.int32), texts),
         ]
     )
-
-
-def test_the_first_reason_counts() -> None:
-    aside = merged()
-    assert aside.ids.tolist() == [1, 2, 5, 7, 9]
-    assert [aside.texts[code] for code in aside.codes] == [
-        ("not_in_layout", "no image"),
-        ("over_budget", "few"),
-        ("duplicate_key", "again"),
-        ("overlong", "9 tokens"),
-        ("duplicate_key", "again"),
-    ]
-    assert aside.reasons == {
-        "duplicate_key": 2,
-        "not_in_layout": 1,
-        "overlong": 1,
-        "over_budget": 1,
-    }
+    counts = {"duplicate_key": 2, "not_in_layout": 1, "overlong": 1, "over_budget": 1}
+    assert aside.reasons == counts
     assert aside.first("duplicate_key") == (5, "again")
     assert aside.first("not_drawn") is None
-
-
-@pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(set_aside, "_NAMED_AT_ONCE", at_once)
     samples = make_index(tmp_path, [3, 0, 4, 5])
-    tables = list(merged().tables(samples, ["data/\udcff"]))
+    tables = list(aside.tables(samples, ["data/\udcff"]))
     assert len(tables) == -(-5 // at_once)
     table = pa.concat_tables(tables)
     assert table.schema == SET_ASIDE_SCHEMA
-    assert table["key"].to_pylist() == ["k1", "k2", "k5", "k7", "k9"]
-    assert table["reason"].to_pylist()[3:] == ["overlong", "duplicate_key"]
-    assert table["detail"].to_pylist()[:2] == ["no image", "few"]
-    assert set(table["source"].to_pylist()) == {"data/\\udcff"}
+    assert {*table["source"].to_pylist()} == {"data/\\udcff"}
+    columns = (table[name].to_pylist() for name in ("key", "reason", "detail"))
+    assert [*zip(*columns, strict=True)] == [
+        ("k1", "not_in_layout", "no image"),
+        ("k2", "over_budget", "few"),
+        ("k5", "duplicate_key", "again"),
+        ("k7", "overlong", "9 tokens"),
+        ("k9", "duplicate_key", "again"),
+    ]
 
 
 @settings(deadline=None)

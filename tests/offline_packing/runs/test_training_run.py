@@ -5,7 +5,6 @@ import copy
 import functools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.plan.trained import count_trained
 from offline_packing.runs.artifacts import open_index
-from offline_packing.runs.manifest import read_manifest
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.runs.training_run import read_trained
 from offline_packing.storage.files import seal, to_json
@@ -40,8 +39,7 @@ def state(packed: Run, request: pytest.FixtureRequest) -> dict[str, Any]:
     sampler.load_state_dict({**sampler.state_dict(), "step": 1})
     list(sampler)
     loader = {**sampler.state_dict(), "step": 2}
-    manifest = read_manifest(root)
-    assert manifest is not None
+    manifest = require_manifest(root)
     datasets = {str(root): manifest.content_hash}
     stage = {"path": str(root), "micro_batch_size": 1, "datasets": datasets, "loader": loader}
     packs = [{"path": str(root), "content_hash": manifest.content_hash}]
@@ -71,18 +69,14 @@ def counted(packed: Run, trained: Path) -> int:
     return int((count_trained(run.config, open_index(packed), run.trained) > 0).sum())
 
 
-def put(place: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    """A change of the field at a dotted place; None removes it."""
-
-    def change(content: dict[str, Any]) -> None:
-        *names, last = [int(name) if name.isdigit() else name for name in place.split(".")]
-        inside: Any = functools.reduce(lambda held, name: held[name], names, content)
-        if value is None:
-            del inside[last]
-        else:
-            inside[last] = value
-
-    return change
+def put(content: dict[str, Any], place: str, value: Any) -> None:
+    """Change the field at a dotted place; None removes it."""
+    *names, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+    inside: Any = functools.reduce(lambda held, name: held[name], names, content)
+    if value is None:
+        del inside[last]
+    else:
+        inside[last] = value
 
 
 LOADER = "trained.0.loader"
@@ -137,7 +131,7 @@ def test_a_state_is_checked_before_it_is_used(
     place: str, value: Any, named: str, packed: Run, state: dict[str, Any], tmp_path: Path
 ) -> None:
     content = copy.deepcopy(state)
-    put(place, value)(content)
+    put(content, place, value)
     write_state(tmp_path / "run", json.dumps(content).encode())
     started = time.process_time()
     with pytest.raises(StageError) as refused:

@@ -172,7 +172,6 @@ def test_how_much_is_done(tmp_path: Path) -> None:
     for number in (1, 2):
         (run.workspace.index / part_name(number)).unlink()
     started = Started.load(run.workspace.packing, "measure")
-    assert started is not None
     replace(started, total={"parts": 3, "records": 40}).save(run.workspace.packing, "measure")
     assert "measure   16 of 40 (40%) records, 1 of 3 (33%) parts" in status(run)
     manifest = pack_all(run)

@@ -1,10 +1,12 @@
 """Pack JSON: round trips in both forms, the layouts others write, and what cannot be aligned."""
 
+import itertools
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from task_encoders.packs.pack import PackFormatError, match_images, parse_json, restore_pack
 from task_encoders.packs.pack_format import (
@@ -15,96 +17,61 @@ from task_encoders.packs.pack_format import (
     pack_key,
     video_extension,
 )
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import TASKS, SampleError, SourceSample, Turn
+from task_encoders.samples.medium_options import MediumOptions
 
-
-def sub(key: str, task: str, turns: int, images: int, system: str | None = None) -> PackedSubSample:
-    sample = SourceSample(
-        key,
-        task,
-        tuple(Turn(f"q{i} of {key}", f"a{i} of {key}") for i in range(turns)),
-        tuple(f"path/{key}_{i}.jpg" for i in range(images)),
-        system,
-    )
-    return PackedSubSample(sample, ("jpg",) * images, num_tokens=10 + turns)
-
-
-PACKS = {
-    "flat captioning": ("captioning", [sub("a", "captioning", 1, 1), sub("b", "captioning", 1, 1)]),
-    "flat vqa": ("vqa", [sub("a:1", "vqa", 1, 1), sub("b/图", "vqa", 1, 1)]),
-    "vqa with text only": ("vqa", [sub("a", "vqa", 1, 1), sub("b", "vqa", 1, 0)]),
-    "vqa with two images": ("vqa", [sub("a", "vqa", 1, 2)]),
-    "bmr": (
-        "bmr",
-        [sub("a", "bmr", 3, 1), sub("b", "bmr", 1, 0, "Be brief."), sub("c", "bmr", 2, 2)],
-    ),
-}
-
-
-TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
-RICH = (
-    Turn("q", "", thought="t", calls=('{"name": "f", "arguments": {}}',)),
-    Turn("2", "a", role="tool", before=(("tool", "1"), ("system", "s")), weight=0),
-    Turn("q", "a"),
+texts = st.text("ab .<>é图\n", max_size=8)
+answers = texts.map("A{}".format)
+others = st.tuples(st.sampled_from(["tool", "system"]), texts)
+CALL = '{"name": "f", "arguments": {}}'
+turns = st.builds(Turn, texts, answers) | st.builds(
+    Turn,
+    texts,
+    st.just("") | answers,
+    role=st.sampled_from(["user", "tool"]),
+    before=st.lists(others, max_size=2).map(tuple),
+    thought=st.none() | texts,
+    calls=st.just((CALL,)),
+    weight=st.sampled_from([1.0, 0.25, 0.0]),
 )
 
 
-def test_tools_thoughts_and_weights_are_kept() -> None:
-    rich = replace(sub("a", "bmr", 1, 0).sample, turns=RICH, tools=TOOLS)
-    plain = sub("b", "bmr", 2, 0)
-    packed = json.loads(pack_json([PackedSubSample(rich, (), 9), plain], "bmr"))
-    restored = restore_pack(packed, "ps_0").sub_samples
-    assert restored == (rich, plain.sample)
-    assert packed["meta"]["turns"][1] is None
-    assert packed["captions"][0] == ["", "a", "a"]
-    assert {"tools", "turns"}.isdisjoint(json.loads(pack_json([plain], "bmr"))["meta"])
+@st.composite
+def packs(draw: Any) -> tuple[str, list[PackedSubSample]]:
+    """A task, and sub-samples whose media are named as they are in their pack."""
+    task, subs = draw(st.sampled_from(TASKS)), []
+    captions = st.builds(Turn, texts, answers)
+    images, videos = itertools.count(), itertools.count()
+    for number in range(draw(st.integers(1, 4))):
+        kinds = draw(st.sampled_from(["p", "p", "p", "", "pp", "v", "pvv"]))
+        names = tuple(f"img{next(images):03d}.png" for _ in range(kinds.count("p")))
+        clips = tuple(f"vid{next(videos):03d}.mp4" for _ in range(kinds.count("v")))
+        several = captions if task == "captioning" else turns
+        said = draw(st.lists(several, min_size=1, max_size=1 if several is captions else 3))
+        tools = draw(st.sampled_from(["", "[]"])) if several is turns else ""
+        options = (MediumOptions(max_pixels=9),) * len(kinds) if draw(st.booleans()) else ()
+        own = tuple(said), names, draw(st.none() | texts), clips, tools, options
+        extensions = ("png",) * len(names) + ("mp4",) * len(clips)
+        subs.append(PackedSubSample(SourceSample(f"{number}/图", task, *own), extensions, number))
+    return task, subs
 
 
-@pytest.mark.parametrize(
-    "details",
-    [
-        5,
-        [[{}]],
-        [["x"], None],
-        [[{"role": "assistant"}], None],
-        [[{"unknown": 1}], None],
-        [[{"before": [["tool"]]}], None],
-        [[{"calls": "f"}], None],
-        *([[{"calls": [call]}], None] for call in (5, "[", "[1]", "{}")),
-        [[{"trained": 0}], None],
-    ],
-)
-def test_details_that_are_none_set_their_sub_sample_aside(details: Any) -> None:
-    packed = json.loads(pack_json([sub("a", "bmr", 1, 0), sub("b", "bmr", 1, 0)], "bmr"))
-    packed["meta"]["turns"] = details
-    try:
-        first, second = restore_pack(packed, "ps_0").sub_samples
-    except PackFormatError:
-        assert details in (5, [[{}]])
-        return
-    assert isinstance(first, SampleError)
-    assert isinstance(second, SourceSample)
-
-
-@pytest.mark.parametrize("name", PACKS)
-def test_round_trip(name: str) -> None:
-    """The nested form is used only where it is needed, and videos are named only where they are."""
-    task, subs = PACKS[name]
-    data = pack_json(subs, task)
-    record = json.loads(data)
-    assert list(record) == ["images", "prompt", "captions", "meta"]
-    for column in ("images", "prompt", "captions"):
-        assert {isinstance(entry, list) for entry in record[column]} == {"flat" not in name}
+@given(packs())
+def test_round_trip(pack: tuple[str, list[PackedSubSample]]) -> None:
+    """The nested form, lists of videos, tools, … are written only where they are needed."""
+    task, subs = pack
+    samples = tuple(sub.sample for sub in subs)
+    record = json.loads(data := pack_json(subs, task))
     restored = restore_pack(data, "ps_0")
-    assert restored.task == task
-    assert restored.keys == tuple(s.sample.key for s in subs)
-    assert restored.num_tokens == tuple(s.num_tokens for s in subs)
-    names = iter(media_part_names([e for s in subs for e in s.extensions]))
-    for before, after in zip(subs, restored.sub_samples, strict=True):
-        assert isinstance(after, SourceSample)
-        assert after.turns == before.sample.turns
-        assert after.system == before.sample.system
-        assert after.images == tuple(next(names) for _ in before.sample.images)
+    assert restored.sub_samples == samples
+    assert (restored.task, restored.keys) == (task, tuple(sample.key for sample in samples))
+    assert restored.num_tokens == tuple(range(len(subs)))
+    has_videos = any(sample.videos for sample in samples)
+    assert ("videos" in record) == has_videos
+    is_flat = task != "bmr" and all(len(one.images) == len(one.turns) == 1 for one in samples)
+    for column in ("images", "prompt", "captions"):
+        assert isinstance(record[column][0], str) == (is_flat and not has_videos)
+    assert ("tools" in record["meta"]) == any(sample.tools for sample in samples)
 
 
 @pytest.mark.parametrize(
@@ -130,46 +97,26 @@ def of_others(number: int, prompt: str, answer: str, task: str, **media: Any) ->
     return SourceSample(f"p/{number}", task, (Turn(prompt, answer),), **media)
 
 
-CAPTION = of_others(0, "", "x", "captioning", images=("img0.jpg",))
-
-
 @pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        (
-            {
-                "images": ["img0.jpg", ""],
-                "prompts": ["<image>\nWhat?", "Hi"],
-                "captions": ["a", "b"],
-            },
-            [
-                of_others(0, "<image>\nWhat?", "a", "vqa", images=("img0.jpg",)),
-                of_others(1, "Hi", "b", "vqa"),
-            ],
-        ),
-        (
-            {"videos": ["vid0.mp4", None], "prompts": ["<video>?", "b"], "captions": ["x", "y"]},
-            [
-                of_others(0, "<video>?", "x", "vqa", videos=("vid0.mp4",)),
-                of_others(1, "b", "y", "vqa"),
-            ],
-        ),
-        (
-            {"images": ["", None, [], [""]], "prompt": ["q"] * 4, "captions": ["a"] * 4},
-            [of_others(i, "q", "a", "vqa") for i in range(4)],
-        ),
-        ({"images": ["img0.jpg"], "captions": ["x"]}, [CAPTION]),
-        ({"images": ["img0.jpg"], "captions": ["x"], "prompts": []}, [CAPTION]),
-        ({"images": ["img0.jpg"], "captions": ["x"], "prompt": None, "prompts": []}, [CAPTION]),
-    ],
+    ("kind", "name", "none"), [("image", "img0.jpg", ""), ("video", "vid0.mp4", None)]
 )
-def test_packs_written_by_others_are_read(
-    record: dict[str, Any], expected: list[SourceSample]
-) -> None:
-    task = None if expected == [CAPTION] else expected[0].task
-    restored = restore_pack(record, "p", task)
-    assert [*restored.sub_samples] == expected
+def test_packs_written_by_others_are_read(kind: str, name: str, none: Any) -> None:
+    kinds, question = f"{kind}s", f"<{kind}>\nWhat?"
+    record = {kinds: [name, none], "prompts": [question, "b"], "captions": ["x", "y"]}
+    shown = of_others(0, question, "x", "vqa", **{kinds: (name,)})
+    restored = restore_pack(record, "p", "vqa")
+    assert [*restored.sub_samples] == [shown, of_others(1, "b", "y", "vqa")]
     assert (restored.task, restored.num_tokens) == (None, None)
+
+
+def test_packs_of_others_without_pictures_or_prompts() -> None:
+    record = {"images": ["", None, [], [""]], "prompt": ["q"] * 4, "captions": ["a"] * 4}
+    bare: dict[str, Any] = {"images": ["img0.jpg"], "captions": ["x"]}
+    caption = of_others(0, "", "x", "captioning", images=("img0.jpg",))
+    expected = [of_others(i, "q", "a", "vqa") for i in range(4)]
+    assert [*restore_pack(record, "p", "vqa").sub_samples] == expected
+    for one in (bare, bare | {"prompts": []}, bare | {"prompt": None, "prompts": []}):
+        assert [*restore_pack(one, "p").sub_samples] == [caption]
 
 
 def test_codec_input_of_llava_onevision_2_is_refused_by_name() -> None:
@@ -217,25 +164,30 @@ def test_images_are_matched_with_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("images", "prompt", "captions", "details", "reason"),
     [
-        ({"images": [[]], "prompt": [["q"]], "captions": [["a", "b"]]}, "bad_record"),
-        ({"images": [[]], "prompt": [["q"]], "captions": [[" "]]}, "empty_answer"),
-        ({"images": [[]], "prompt": [["q"]], "captions": [[3]]}, "bad_record"),
-        ({"images": [[]], "prompt": [[]], "captions": [[]]}, "bad_record"),
-        ({"images": [[None]], "prompt": [["q"]], "captions": [["a"]]}, "bad_record"),
-        (
-            {"images": [["a", "b"]], "prompt": [["<image>"]], "captions": [["x"]]},
-            "image_count_mismatch",
+        ([], ["q"], ["a", "b"], None, "bad_record"),
+        ([], ["q"], [" "], None, "empty_answer"),
+        ([], ["q"], [3], None, "bad_record"),
+        ([], [], [], None, "bad_record"),
+        ([None], ["q"], ["a"], None, "bad_record"),
+        (["a", "b"], ["<image>"], ["x"], None, "image_count_mismatch"),
+        *(
+            ([], ["q"], ["a"], [details], "bad_record")
+            for details in (
+                *("x", {"role": "assistant"}, {"unknown": 1}, {"before": [["tool"]]}),
+                *({"calls": "f"}, {"trained": 0}),
+                *({"calls": [call]} for call in (5, "[", "[1]", "{}")),
+            )
         ),
     ],
 )
 def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
-    record: dict, reason: str
+    images: list[Any], prompt: list[Any], captions: list[Any], details: Any, reason: str
 ) -> None:
-    good = {"images": [], "prompt": ["q"], "captions": ["a"]}
-    both = {name: [*record[name], good[name]] for name in good}
-    first, second = restore_pack(both, "ps_0", "bmr").sub_samples
+    record = {"images": [images, []], "prompt": [prompt, ["q"]], "captions": [captions, ["a"]]}
+    meta = {"meta": {"turns": [details, None]}}
+    first, second = restore_pack({**record, **meta}, "ps_0", "bmr").sub_samples
     assert isinstance(first, SampleError)
     assert first.reason == reason
     assert isinstance(second, SourceSample)
@@ -254,6 +206,8 @@ def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
         {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": None}},
         {"images": ["a"], "captions": ["x"], "meta": {"keys": 1}},
         {"images": ["a"], "captions": ["x"], "meta": {"system": True}},
+        {"images": ["a"], "captions": ["x"], "meta": {"turns": 5}},
+        {"images": ["a"], "captions": ["x"], "meta": {"turns": [None, None]}},
         {"images": ["a"], "captions": ["x"], "meta": [1]},
         {"images": ["a"], "captions": ["x"], "meta": {"task": "captioninf"}},
     ],
@@ -269,28 +223,12 @@ def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
         parse_json(data, "ps_0")
 
 
-def with_videos(key: str, images: int, videos: tuple[str, ...]) -> PackedSubSample:
-    names = tuple(f"{i}.jpg" for i in range(images)), tuple(f"{i}" for i in range(len(videos)))
-    sample = SourceSample(key, "vqa", (Turn("q", "a"),), names[0], None, names[1])
-    return PackedSubSample(sample, ("jpg",) * images + videos, num_tokens=9)
-
-
 def test_a_pack_with_videos() -> None:
-    subs = [
-        with_videos("a", 1, ("mp4", "webm")),
-        with_videos("b", 0, ()),
-        with_videos("c", 1, ("mov",)),
-    ]
-    names = media_part_names([extension for sub in subs for extension in sub.extensions])
-    assert names == ["img000.jpg", "vid000.mp4", "vid001.webm", "img001.jpg", "vid002.mov"]
-    data = pack_json(subs, "vqa")
-    record = json.loads(data)
+    subs = []
+    for images, videos in ((1, ("mp4", "webm")), (0, ()), (1, ("mov",))):
+        sample = SourceSample("a", "vqa", (Turn("q", "a"),), ("a",) * images, None, videos)
+        subs.append(PackedSubSample(sample, ("jpg",) * images + videos, num_tokens=9))
+    record = json.loads(pack_json(subs, "vqa"))
     assert record["images"] == [["img000.jpg"], [], ["img001.jpg"]]
     assert record["videos"] == [["vid000.mp4", "vid001.webm"], [], ["vid002.mov"]]
     assert record["prompt"] == [["q"], ["q"], ["q"]]
-    restored = restore_pack(data, "ps_0").sub_samples
-    assert [sub.videos for sub in restored if isinstance(sub, SourceSample)] == [
-        ("vid000.mp4", "vid001.webm"),
-        (),
-        ("vid002.mov",),
-    ]

@@ -21,7 +21,7 @@ from offline_packing.storage.files import (
 )
 from offline_packing.storage.key_set import KeySet, hash_keys, sort_hashes
 from task_encoders.storage import remote_paths, remote_requests
-from task_encoders.storage.paths import StorageError, as_remote, path_of, read_range
+from task_encoders.storage.paths import StorageError, path_of, read_range
 from task_encoders.storage.remote_requests import RemoteError
 from tests.helpers.object_store import PART_BYTES, Faults, ObjectStore
 
@@ -120,7 +120,8 @@ def test_large_objects_are_sent_in_parts_or_not_at_all(
 
 @pytest.mark.usefixtures("no_waiting")
 def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, bucket: str) -> None:
-    folder, before = path_of(f"{bucket}/a"), remote_requests.REPEATS["requests"]
+    folder: Any = path_of(f"{bucket}/a")
+    before = remote_requests.REPEATS["requests"]
     object_store.fail(0.15)
     for i in range(6):
         with atomic_file(folder / f"{i}.bin") as file:
@@ -130,9 +131,7 @@ def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, buc
     assert remote_requests.REPEATS["requests"] > before
     assert len(list(folder.iterdir())) == 6
     object_store.set_faults()
-    remote = as_remote(folder)
-    assert remote is not None
-    remote.abort_uploads()
+    folder.abort_uploads()
     assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
 
 
@@ -140,16 +139,14 @@ def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, buc
 def test_a_storage_that_goes_on_failing_ends_the_run(
     object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = path_of(f"{bucket}/a")
-    remote = as_remote(path)
-    assert remote is not None
+    path: Any = path_of(f"{bucket}/a")
     calls: list[Any] = []
 
     def fail(*arguments: Any, **options: Any) -> None:
         calls.append(arguments)
         raise ConnectionResetError("told to")
 
-    monkeypatch.setattr(remote.fs, "put_file", fail)
+    monkeypatch.setattr(path.fs, "put_file", fail)
     with pytest.raises(RemoteError, match=r"s3://.*/a cannot be written: .*told to; run again"):
         write_atomically(path, b"x")
     assert len(calls) == 6
@@ -174,8 +171,7 @@ def test_uploads_that_kills_left_are_aborted(object_store: ObjectStore, bucket: 
     name = bucket.removeprefix("s3://")
     for key in (*(f"mine/{i}" for i in range(3)), "mine-too/a"):
         object_store.client.create_multipart_upload(Bucket=name, Key=key)
-    remote = as_remote(path_of(f"{bucket}/mine"))
-    assert remote is not None
+    remote: Any = path_of(f"{bucket}/mine")
     assert remote.abort_uploads() == 3
     assert object_store.unfinished_uploads(name) == ["mine-too/a"]
     assert remote.abort_uploads() == 0
