@@ -14,7 +14,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_index
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
@@ -245,31 +244,19 @@ def run_of(folder: Path, name: str, said: str = SAID, **model: Any) -> Any:
     return make_run(source, folder / name, model=model)
 
 
-def test_the_warning_is_the_remedy(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "text")
-    pack_all(run)
-    (line,) = [one for one in open_index(run).info.warnings if "trained as text" in one]
-    assert line.startswith(
-        "texts hold '<|box_end|>', '<|box_start|>' (in about 6 samples, such as r0: "
-        "'<|box_start|>(10,20),(30,40)<|box_end|> there."
-    )
-    assert line.endswith(
-        "'), trained as text; where the checkpoint knows them as control tokens: "
-        'model.control_tokens: ["<|box_end|>", "<|box_start|>"]'
-    )
-    again = run_of(tmp_path, "control", control_tokens=["<|box_end|>", "<|box_start|>"])
-    pack_all(again)
-    assert not [one for one in open_index(again).info.warnings if "as text" in one]
-    with pytest.raises(ConfigError, match=r"'<\|im_end\|>' marks media, ends a text"):
-        pack_all(run_of(tmp_path, "bad", control_tokens=["<|im_end|>"]))
-
-
 def test_trainers_need_no_setting(tmp_path: Path) -> None:
-    """The manifest says it; another choice is refused, as are two outputs that differ."""
+    """A warning names the option, and the manifest says it; another choice is refused, as are two
+    outputs that differ."""
     plain, spelled = run_of(tmp_path, "text"), run_of(tmp_path, "control", control_tokens=BOX)
     for run in (plain, spelled):
         pack_all(run)
         assert verify(run, deep=True).problems == []
+    warned = [
+        [one for one in open_index(run).info.warnings if "trained as text" in one]
+        for run in (plain, spelled)
+    ]
+    assert [len(own) for own in warned] == [1, 0]
+    assert warned[0][0].endswith('model.control_tokens: ["<|box_end|>", "<|box_start|>"]')
     usual = plain.config.model
     encoder, other = task_encoder(spelled, model=usual), task_encoder(plain)
     rows = [
