@@ -1,7 +1,7 @@
 """Samples and packs, and how they become tensors.
 
 In data order: `versions` (of training's packages), `settings` (environment), `samples`, `packs/`
-(a pack on disk), `media/`, `text/`, `records/` (JSON -> sample), `sample_encoder` (interface),
+(a pack on disk), `media/`, `text/`, `records/` (JSON -> sample), `sample_encoder` (its arrays),
 `families/` (one module per model family), `concatenate` (samples -> row), `energon_samples`,
 `model_inputs` (row -> model arguments), `rows/` (sub-samples -> row), `packed_task_encoder`, and
 `loading/` (a folder of packs -> loader).
@@ -39,26 +39,23 @@ if TYPE_CHECKING:
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
     from task_encoders.settings import PackingSettings as PackingSettings
 
-_MODULE_OF = {
-    "InTurn": "loading.schedule",
-    "PackedBatch": "energon_samples",
-    "PackedFolder": "loading.packed_folder",
-    "PackingSettings": "settings",
-    "PackedTaskEncoder": "packed_task_encoder",
-    "Qwen2VLTaskEncoder": "packed_task_encoder",
-    "RankSampler": "loading.schedule",
-    "ScheduledLoader": "loading.schedule",
-    "build_sample_encoder": "families",
-    "get_packed_loader": "loading.packed_dataset",
-    "get_packed_train_dataset": "loading.packed_dataset",
-    "get_packed_val_dataset": "loading.packed_dataset",
-    "flash_attention_kwargs": "model_inputs",
-    "normalise_pixels": "model_inputs",
-    "required_pad_multiple": "model_inputs",
-    "split_row": "concatenate",
-    "to_packed_seq_params": "model_inputs",
-    "to_transformers_kwargs": "model_inputs",
+_NAMES_IN = {
+    "concatenate": ("split_row",),
+    "energon_samples": ("PackedBatch",),
+    "families": ("build_sample_encoder",),
+    "loading.packed_dataset": (
+        *("get_packed_loader", "get_packed_train_dataset", "get_packed_val_dataset"),
+    ),
+    "loading.packed_folder": ("PackedFolder",),
+    "loading.schedule": ("InTurn", "RankSampler", "ScheduledLoader"),
+    "model_inputs": (
+        *("flash_attention_kwargs", "normalise_pixels", "required_pad_multiple"),
+        *("to_packed_seq_params", "to_transformers_kwargs"),
+    ),
+    "packed_task_encoder": ("PackedTaskEncoder", "Qwen2VLTaskEncoder"),
+    "settings": ("PackingSettings",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 __all__ = list(_MODULE_OF)
 _OF_ENERGON = ("energon_samples", "loading.packed_dataset", "packed_task_encoder")
 

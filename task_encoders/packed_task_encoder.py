@@ -33,6 +33,7 @@ from task_encoders.energon_samples import (
     sample_loader,
 )
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.manifest import WRITTEN_AGAIN, read_manifest
@@ -49,7 +50,6 @@ from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import cook, is_pack, unpacked_sub_sample
-from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.settings import (
     FRACTIONS,
     NO_PACKS,
@@ -131,7 +131,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         self._opened: list[tuple[EPath | Path, str]] = []
 
     @property
-    def encoder(self) -> SampleEncoder:
+    def encoder(self) -> FamilyEncoder:
         """The sample encoder."""
         return self._rows.encoder
 

@@ -1,25 +1,19 @@
-"""Interface of every sample encoder; `families` has one for each model family.
+"""Lengths and arrays of samples; `families` has an encoder of them for each model family.
 
 The invariant that the whole system rests on, for every sample:
 
     encoder.measure(sample, sizes).num_tokens == len(encoder.encode(sample, images).tokens)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
-from task_encoders.media.image import ImageHeader
 from task_encoders.media.patches import Normalisation
-from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import IGNORE_INDEX, SourceSample
-from task_encoders.samples.medium_options import MediumOptions
-from task_encoders.text.tokenizer import Tokenizer
+from task_encoders.samples import IGNORE_INDEX
 
 
 class Prefix(NamedTuple):
@@ -122,94 +116,3 @@ class EncodedSample:
 
 #: Patches (P, C·p·p), or (Q, C·T·p·p) of a video, and the family's description of their grid.
 EncodedMedium = tuple[npt.NDArray[np.uint8], Any]
-
-
-class SampleEncoder(Protocol):
-    """Turns one sample into its length, or into its arrays, by the same code."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Text to ids, and back."""
-
-    @property
-    def pad_token_id(self) -> int:
-        """Id of the padding token."""
-
-    @property
-    def media_token_ids(self) -> Mapping[str, int]:
-        """Ids of the tokens of media, under the names of transformers' configs."""
-
-    @property
-    def written_tokens(self) -> frozenset[str]:
-        """Control tokens that samples have besides those of their texts."""
-
-    @property
-    def fingerprint(self) -> Mapping[str, str | int]:
-        """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
-
-    def for_medium(self, options: MediumOptions) -> "SampleEncoder":
-        """Return the encoder of media with these options, which takes them in place of its own.
-        Raises SampleError where the family does not read them."""
-
-    def image_header(self, file: BinaryIO) -> ImageHeader:
-        """Read the size of an image from its file. Raises SampleError if it is over the limits."""
-
-    def video_header(self, file: BinaryIO) -> VideoHeader:
-        """Read the header of a video from its file. Raises SampleError if it is over the limits,
-        and MissingPyAVError."""
-
-    def sample_video(self, header: VideoHeader) -> SampledVideo:
-        """Sample frames of a video, and return their grid. Raises SampleError."""
-
-    def measure(
-        self,
-        sample: SourceSample,
-        image_sizes: Sequence[tuple[int, int]],
-        videos: Sequence[VideoHeader] = (),
-    ) -> SampleLength:
-        """Measure a sample from the (height, width) of its images, EXIF orientation applied, and
-        the headers of its videos.
-
-        Raises:
-            SampleError: the sample cannot be encoded.
-        """
-
-    def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
-        """Yield warnings of a measured sample's tokens: a line for all such samples, an example."""
-
-    def tokenize(
-        self,
-        sample: SourceSample,
-        image_sizes: Sequence[tuple[int, int]],
-        videos: Sequence[VideoHeader] = (),
-    ) -> TokenizedSample:
-        """Return the tokens and loss weights that `encode` gives a sample. Arguments and errors are
-        those of `measure`."""
-
-    def decode_image(self, data: bytes) -> Image.Image:
-        """Decode an image file, the first half of encoding it. Raises SampleError."""
-
-    def encode_image(self, image: Image.Image) -> EncodedMedium:
-        """Cut a decoded image into patches, and return what its tokens follow from. Raises
-        SampleError."""
-
-    def encode_video(self, data: bytes) -> EncodedMedium:
-        """Decode a video file and cut it into patches; as `encode_image`. Raises SampleError, and
-        MissingPyAVError."""
-
-    def encode(
-        self,
-        sample: SourceSample,
-        images: Sequence[bytes | Image.Image | EncodedMedium],
-        videos: Sequence[bytes | EncodedMedium] = (),
-    ) -> EncodedSample:
-        """Return the arrays of a sample whose images and videos are these files.
-
-        Args:
-            images: or what `decode_image` or `encode_image` returned for them.
-            videos: or what `encode_video` returned for them.
-
-        Raises:
-            SampleError: the sample cannot be encoded.
-            MissingPyAVError: it has videos, and PyAV is not installed.
-        """

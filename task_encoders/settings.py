@@ -28,20 +28,17 @@ ENVIRONMENT_OF_TASK: Final = {
     "bmr": f"{PACKED}=1 {BMR}=1",
 }
 
-
 #: Remedy where something that is not a pack is read as one.
 NO_PACKS: Final = (
     f"{PACKED}=1, but {{}} holds no packs; set {PACKED}=0 to train it unpacked, or point the task "
     "encoder at a folder written by offline-packing"
 )
 
-
 #: Error of fractional loss weights, for a trainer.
 FRACTIONS: Final = (
     "{} holds loss weights other than 0 and 1, which the loss of {} does not take; train with "
     "launch/train.py, or pack without these weights"
 )
-
 
 #: Error of samples that share prefixes, where ordinary attention would train branches without
 #: their trunk.
@@ -50,7 +47,6 @@ TREES: Final = (
     "launch.train_transformers, and without data.online, or with transformers' Trainer, TRL or "
     "LLaMA-Factory (PackedTaskEncoder(trees=True)), or pack without pack.share_prefixes"
 )
-
 
 #: Fields of a sample encoder's fingerprint that are hashes of a checkpoint's files.
 HASHES: Final = ("tokenizer", "chat_template")
@@ -63,13 +59,6 @@ OWN_FIELDS: Final = (
 
 class PackingSettingsError(ValueError):
     """The environment contradicts itself or the data. One line, naming the variable to set."""
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name) or "0"  # set to nothing is unset
-    if value not in ("0", "1"):
-        raise PackingSettingsError(f"{name}={value!r} is not accepted; set it to 1, 0 or nothing")
-    return value == "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +82,13 @@ class PackingSettings:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "PackingSettings":
         """Read the variables. Raises PackingSettingsError on any value but unset, 0 and 1."""
         environ = os.environ if environ is None else environ
-        return cls(*(_flag(environ, name) for name in (PACKED, VQA, BMR)))
+        values = {name: environ.get(name) or "0" for name in (PACKED, VQA, BMR)}  # "" is unset
+        for name, value in values.items():
+            if value not in ("0", "1"):
+                raise PackingSettingsError(
+                    f"{name}={value!r} is not accepted; set it to 1, 0 or nothing"
+                )
+        return cls(*(value == "1" for value in values.values()))
 
     def resolve_task(
         self, meta_task: str | None, subflavor_task: str | None = None, *, blend: bool = False

@@ -5,6 +5,7 @@ setup.py runs this file: nothing but Python's own modules is imported at the top
 """
 
 import functools
+from contextlib import suppress
 from importlib import metadata
 from typing import Final
 
@@ -32,27 +33,21 @@ def require_supported(*packages: str) -> None:
         UnsupportedVersionError: names package, version, accepted versions and the remedy.
     """
     for package in packages:
-        accepted = SUPPORTED[package]
-        try:
-            installed = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        from packaging.specifiers import SpecifierSet
-
-        if not SpecifierSet(accepted).contains(installed, prereleases=True):
-            raise UnsupportedVersionError(
-                f"{package} {installed} is installed, offline-packing needs {accepted}; "
-                f"pip install '{package}{accepted}'"
-            )
+        with suppress(metadata.PackageNotFoundError):
+            _require(package, SUPPORTED[package], "offline-packing")
 
 
 def require_at_least(package: str, version: str, what: str) -> None:
     """Refuse a package that is older than `what` needs. Raises UnsupportedVersionError."""
-    from packaging.version import Version
+    _require(package, f">={version}", what)
+
+
+def _require(package: str, accepted: str, what: str) -> None:
+    from packaging.specifiers import SpecifierSet
 
     installed = metadata.version(package)
-    if Version(installed) < Version(version):
+    if not SpecifierSet(accepted).contains(installed, prereleases=True):
         raise UnsupportedVersionError(
-            f"{package} {installed} is installed, {what} needs >={version}; "
-            f"pip install '{package}>={version}'"
+            f"{package} {installed} is installed, {what} needs {accepted}; "
+            f"pip install '{package}{accepted}'"
         )

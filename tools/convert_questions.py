@@ -38,11 +38,11 @@ from offline_packing.sources import Locator, Source, SourceRecord, open_source
 from offline_packing.storage.files import write_atomically
 from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.families import model_options
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.media.image import read_image_header
 from task_encoders.packs.pack_format import image_extension
 from task_encoders.records.forms import DIALOGUES
 from task_encoders.records.record import to_sample
-from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.pieces import to_messages
 
@@ -116,7 +116,7 @@ def group_by_image(
     found: Iterable[Found],
     max_turns: int,
     max_tokens: int = 0,
-    encoder: SampleEncoder | None = None,
+    encoder: FamilyEncoder | None = None,
 ) -> Iterator[Found]:
     """Samples of the same image as one dialogue, in the order in which images first appear. One
     that would have more turns, or more tokens for an encoder, continues in another sample."""
@@ -143,7 +143,7 @@ def _may_join(sample: SourceSample) -> bool:
     return bool(sample.images) and asks and not thinks
 
 
-def _num_tokens(found: Found, encoder: SampleEncoder) -> float:
+def _num_tokens(found: Found, encoder: FamilyEncoder) -> float:
     """Tokens of a sample; infinitely many where no template takes it."""
     try:
         return encoder.measure(found.sample, [found.size]).num_tokens

@@ -39,10 +39,11 @@ from offline_packing.runs.run import open_encoder
 from offline_packing.storage.files import atomic_file, hash_file, to_json, write_atomically
 from offline_packing.storage.tars import PackEntry, scan_tar
 from task_encoders.families import model_options
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, parse_json, restore_pack
 from task_encoders.packs.stored_media import MEDIA_ROOTS, read_media_roots
-from task_encoders.sample_encoder import SampleEncoder, TokenizedSample
+from task_encoders.sample_encoder import TokenizedSample
 from task_encoders.samples import SampleError
 
 #: NeVA's name of the files, without their endings.
@@ -101,7 +102,7 @@ def finish(folder: Path, tasks: Sequence[ShardExport]) -> list[str]:
 
 
 def _document(
-    encoder: SampleEncoder, task: ShardExport, entry: PackEntry, pack: Pack
+    encoder: FamilyEncoder, task: ShardExport, entry: PackEntry, pack: Pack
 ) -> list[bytes]:
     """Return the bytes of a pack's SEQUENCES."""
     restored = restore_pack(pack.record, pack.key)

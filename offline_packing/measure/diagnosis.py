@@ -18,7 +18,7 @@ from offline_packing.index.table import escape
 from offline_packing.sources import SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import clipped_images, control_text, lost_fields
 from offline_packing.sources.options import FieldMap
-from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import control_pattern
 
@@ -37,7 +37,7 @@ _DIGITS: Final = 16
 class Diagnosis:
     """Diagnosis of a part of a source; its first `num_first` records are all looked at."""
 
-    def __init__(self, fields: FieldMap, encoder: SampleEncoder, num_first: int) -> None:
+    def __init__(self, fields: FieldMap, encoder: FamilyEncoder, num_first: int) -> None:
         self._fields, self._num_first = fields, num_first
         self._control = control_pattern(encoder.tokenizer), encoder.written_tokens
         self._notes = encoder.notes

@@ -48,11 +48,12 @@ from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.base import ConversationPart
 from offline_packing.sources.options import KEPT
 from task_encoders.families import ModelOptions
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.records.record import RATED, is_inline
-from task_encoders.sample_encoder import SampleEncoder, SampleLength, sizes_of
+from task_encoders.sample_encoder import SampleLength, sizes_of
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -103,7 +104,7 @@ class Conversation:
 
     def __init__(
         self,
-        encoder: SampleEncoder,
+        encoder: FamilyEncoder,
         found: "_Found",
         options: SplitTurnsConfig,
         limits: Mapping[str, int],

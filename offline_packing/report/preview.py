@@ -18,12 +18,12 @@ from offline_packing.report.spelled import MediumPreview, Span, in_order, spell_
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from task_encoders.families import ModelOptions
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.media.image import decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key
-from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.samples.medium_options import MediumOptions
@@ -206,7 +206,7 @@ def _sub_samples(
 
 
 def _medium(
-    name: str, data: bytes, grid: tuple[int, ...], encoder: SampleEncoder, model: ModelOptions
+    name: str, data: bytes, grid: tuple[int, ...], encoder: FamilyEncoder, model: ModelOptions
 ) -> MediumPreview:
     limit = model.max_image_pixels or MAX_IMAGE_PIXELS
     if not is_video_name(name):

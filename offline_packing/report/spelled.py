@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -79,7 +79,7 @@ def spell_segment(
     tokens: npt.NDArray[np.int64],
     weights: npt.NDArray[np.float32],
     is_padding: npt.NDArray[np.bool_],
-    encoder: SampleEncoder,
+    encoder: FamilyEncoder,
     media_in_order: Sequence[MediumPreview],
 ) -> Iterator[Span]:
     """Spell a segment as text, in spans of one weight in the loss. Arrays are (num_tokens,)."""

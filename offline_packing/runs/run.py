@@ -49,8 +49,8 @@ from offline_packing.storage.receipts import (
     started_path,
 )
 from task_encoders.families import ModelOptions, build_sample_encoder
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.field_types import NonNegative
-from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import as_remote, path_of
 from task_encoders.storage.remote_requests import REPEATS, RemoteError
 
@@ -296,7 +296,7 @@ def open_sources(config: PackingConfig) -> list[Source]:
 
 
 @functools.lru_cache(maxsize=4)
-def open_encoder(model: ModelOptions) -> SampleEncoder:
+def open_encoder(model: ModelOptions) -> FamilyEncoder:
     """Build the sample encoder of a model, once per process. Raises ConfigError if there is no such
     model, or its limits contradict each other."""
     try:

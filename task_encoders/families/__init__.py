@@ -14,7 +14,12 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, SerializeAsAny
 
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
-from task_encoders.families.base.family import Family, ModelOptions, checkpoint_config
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    checkpoint_config,
+)
 from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
@@ -24,7 +29,6 @@ from task_encoders.families.mistral3 import MISTRAL3
 from task_encoders.families.qwen2_vl import LLAVA_ONEVISION_1_5, QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
-from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.tokenizer import require_hub
@@ -104,7 +108,7 @@ def model_cost(model: ModelOptions) -> ModelCost:
 
 def build_sample_encoder(
     model: ModelOptions | str | None = None, processor: str | None = None, **options: Any
-) -> SampleEncoder:
+) -> FamilyEncoder:
     """Build the sample encoder of a model.
 
     Args:

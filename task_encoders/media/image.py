@@ -249,8 +249,17 @@ def _check_cost(
             "too_costly",
             f"{file_size:,} bytes for {pixels:,} pixels > {limit:,}; save the picture anew",
         )
-    if decoder == "progressive":
-        check_scans(file, file_size, pixels)
+    most = MAX_SCANNED_PIXELS // max(1, pixels)
+    # Each scan goes through all pixels; only a file that can hold too many scans is read.
+    if decoder == "progressive" and file_size // _MIN_SCAN_BYTES > most:
+        file.seek(0)
+        num_scans, last = 0, b""
+        while block := file.read(_BLOCK):
+            data = np.frombuffer(last + block, dtype=np.uint8)  # a fifth of what bytes.count takes
+            num_scans += int(np.count_nonzero((data[:-1] == 0xFF) & (data[1:] == 0xDA)))
+            last = block[-1:]
+        if num_scans > most:
+            raise SampleError("too_costly", f"{num_scans:,} scans of {pixels:,} pixels > {most:,}")
 
 
 def _load(image: Image.Image) -> None:
@@ -556,19 +565,3 @@ def _has_jpeg_end(file: BinaryIO) -> bool:
         rest = block[-3:]
         at = max(0, at - len(block) + len(rest))
     return False
-
-
-def check_scans(file: BinaryIO, file_size: int, pixels: int) -> None:
-    """Raise SampleError: too_costly for a progressive JPEG with many scans, each of which goes
-    through all pixels. Only a file large enough to hold too many scans is read."""
-    limit = MAX_SCANNED_PIXELS // max(1, pixels)
-    if file_size // _MIN_SCAN_BYTES <= limit:
-        return
-    file.seek(0)
-    num_scans, last = 0, b""
-    while block := file.read(_BLOCK):
-        data = np.frombuffer(last + block, dtype=np.uint8)  # a fifth of what bytes.count takes
-        num_scans += int(np.count_nonzero((data[:-1] == 0xFF) & (data[1:] == 0xDA)))
-        last = block[-1:]
-    if num_scans > limit:
-        raise SampleError("too_costly", f"{num_scans:,} scans of {pixels:,} pixels > {limit:,}")

@@ -17,12 +17,13 @@ from megatron.energon.errors import FatalSampleError
 from PIL import Image
 
 from task_encoders.concatenate import PackedRow, concatenate
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.media.patches import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import Tree
 from task_encoders.rows.trees import as_tree
-from task_encoders.sample_encoder import EncodedMedium, EncodedSample, SampleEncoder, SampleLength
+from task_encoders.sample_encoder import EncodedMedium, EncodedSample, SampleLength
 from task_encoders.samples import SampleError
 from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.threads import map_in, result_of, submit
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 #: Sub-samples, each with one decoded image. With more, threads wait hardly less.
 _BEGUN_PER_THREAD: Final = 2
-
 
 _AS_MEASURED: Final = (
     "give the task encoder the processor and pixel limits of the folder's manifest.json"
@@ -42,7 +42,7 @@ _AS_MEASURED: Final = (
 class RowEncoder:
     """Options of rows; the fields are those of the task encoder."""
 
-    encoder: SampleEncoder
+    encoder: FamilyEncoder
     seq_length: int
     multiple: int
     pad_to_seq_length: bool
@@ -72,7 +72,8 @@ class RowEncoder:
             SampleError: none can be used.
             FatalSampleError: see `_encode_one`; or sub-samples of a tree do not begin alike.
         """
-        groups = [list(group) for _, group in itertools.groupby(sub_samples, key=_group_of)]
+        by_tree = itertools.groupby(sub_samples, key=lambda one: one.tree or object())
+        groups = [list(group) for _, group in by_tree]
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(groups, pool) if pool else map(self._encode_group, groups)
         encoded: list[EncodedSample] = []
@@ -214,12 +215,7 @@ class RowEncoder:
         return known[key]
 
 
-def _group_of(sub_sample: SubSample) -> object:
-    """Return a value that is equal for the sub-samples of a tree."""
-    return sub_sample.tree or object()
-
-
-def measure(sub_sample: SubSample, encoder: SampleEncoder) -> SampleLength:
+def measure(sub_sample: SubSample, encoder: FamilyEncoder) -> SampleLength:
     """Measure a sub-sample from the headers of its media. Raises SampleError, FatalSampleError."""
     if isinstance(sub_sample.sample, SampleError):
         raise sub_sample.sample

@@ -35,7 +35,7 @@ def as_tree(
     Args:
         shared: tokens at the beginning of all samples that are equal, the trunk.
         num_images, num_videos: media in them, equal as well.
-        media_token_ids: see SampleEncoder; every medium has equally many tokens per patch.
+        media_token_ids: see FamilyEncoder; every medium has equally many tokens per patch.
 
     Raises:
         ValueError: the samples are not equal so far, or tokens of the trunk, or the token after it,

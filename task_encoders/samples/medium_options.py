@@ -3,7 +3,7 @@
     {"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 7.5, "fps": 1}
     {"type": "image", "image": "a.jpg", "max_pixels": 50176}
 
-Each takes the place of its counterpart in a family's own rule (`SampleEncoder.for_medium`).
+Each takes the place of its counterpart in a family's own rule (`FamilyEncoder.for_medium`).
 """
 
 import math

@@ -218,10 +218,9 @@ _NUMBERED: Final = re.compile(f"{_MARK}(\\d+){_MARK_END}")
 #: Number of shapes that are kept; a shape with tools contains them in full.
 _MAX_SHAPES: Final = 1024
 
-#: A text in which marks replace what no template looks at.
-_Skeleton = str
 #: A conversation: tools, then each message as (role, (skeleton, placeholder, skeleton, …)), or an
-#: answer as ("assistant", skeleton, skeleton of the thought, calls).
+#: answer as ("assistant", skeleton, skeleton of the thought, calls). A skeleton is a text in which
+#: marks replace what no template looks at.
 _Shape = tuple[Any, ...]
 
 
@@ -317,7 +316,7 @@ class ChatTemplate:
             shape.append(("assistant", answer, thought, turn.calls))
         return tuple(shape), texts
 
-    def _looked_at(self, text: str, texts: list[str]) -> _Skeleton:
+    def _looked_at(self, text: str, texts: list[str]) -> str:
         """Replace by marks what the template does not look at in a text; add that to `texts`."""
         skeleton = ""
         for i, part in enumerate(self._words.split(text) if self._words else (text,)):
@@ -437,7 +436,7 @@ def _parsed(text: str, kind: type) -> Any:
     return value
 
 
-def _one_mark(text: str, texts: list[str]) -> _Skeleton:
+def _one_mark(text: str, texts: list[str]) -> str:
     """Replace a text by one mark, and add the text to `texts`."""
     if not text:
         return ""

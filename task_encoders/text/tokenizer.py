@@ -13,10 +13,11 @@ import json
 import logging
 import re
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import tiktoken
 import xxhash
@@ -36,34 +37,30 @@ logger = logging.getLogger(__name__)
 _MARKS: Final = {IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER}
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer that encoding needs."""
+class Tokenizer(ABC):
+    """A vocabulary with added tokens: control tokens and tokens that text can spell."""
 
     fingerprint: str
     #: that only a template makes; spelled in text they are data
     control_tokens: tuple[str, ...]
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text in which special tokens are data. Raises SampleError."""
-
-    def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
-        """Encode header + answer; return the ids, and the index of the first in the answer."""
-
-    def special_id(self, token: str) -> int:
-        """Return the id of an added token. Raises ValueError if the vocabulary lacks it."""
-
-    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        """Return ids as people read them: (text, False) for each run of ordinary tokens, (name,
-        True) for each control token. Bytes that are not valid UTF-8 become U+FFFD."""
-
-
-class _AddedTokens:
-    """Added tokens of a vocabulary, by name: control tokens and tokens that text can spell."""
-
+    #: added tokens by name
     _added: Mapping[str, int]
     _id_of: Callable[[str], int | None]
 
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text in which special tokens are data. Raises SampleError."""
+
+    @abstractmethod
+    def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
+        """Encode header + answer; return the ids, and the index of the first in the answer."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Return the text of ordinary tokens; bytes that are not valid UTF-8 become U+FFFD."""
+
     def special_id(self, token: str) -> int:
+        """Return the id of an added token. Raises ValueError if the vocabulary lacks it."""
         token_id = self._id_of(token)
         if token_id is None:
             raise ValueError(
@@ -72,6 +69,8 @@ class _AddedTokens:
         return token_id
 
     def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        """Return ids as people read them: (text, False) for each run of ordinary tokens, (name,
+        True) for each control token."""
         names = {token_id: token for token, token_id in self._added.items()}
         for is_control, some in itertools.groupby(ids, key=names.__contains__):
             if is_control:
@@ -79,11 +78,8 @@ class _AddedTokens:
             else:
                 yield self._decode(list(some)), False
 
-    def _decode(self, ids: list[int]) -> str:
-        raise NotImplementedError
 
-
-class TiktokenTokenizer(_AddedTokens):
+class TiktokenTokenizer(Tokenizer):
     """A byte-level BPE with NFC normalisation, on tiktoken."""
 
     def __init__(
@@ -147,7 +143,7 @@ class TiktokenTokenizer(_AddedTokens):
         return self._encoding.decode_bytes(ids).decode(errors="replace")
 
 
-class TransformersTokenizer(_AddedTokens):
+class TransformersTokenizer(Tokenizer):
     """Any fast tokenizer of transformers, unchanged."""
 
     def __init__(self, tokenizer: Any, spelled: Collection[str] = ()) -> None:
@@ -312,32 +308,28 @@ def load_tokenizer(
     Raises:
         ValueError: as checkpoint_tokenizer.
     """
-    found = _make_tokenizer(processor, text_tokens, spelled)
-    if spelled:
-        found.fingerprint = load_tokenizer(processor, text_tokens).fingerprint
-    return found
-
-
-def _make_tokenizer(
-    processor: str, text_tokens: tuple[str, ...], spelled: tuple[str, ...]
-) -> Tokenizer:
+    found: Tokenizer
     if processor == BUILTIN:
         ranks = qwen_ranks()
         special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
         first = len(ranks) + len(special)
         added = {token: first + i for i, token in enumerate(text_tokens)}
         added |= {token: special.pop(token) for token in spelled if token in special}
-        return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
-    tokenizer = checkpoint_tokenizer(processor)
-    slow = TransformersTokenizer(tokenizer, spelled)
-    spec = json.loads(slow.spec)
-    fast = _as_tiktoken(spec)
-    if fast is not None and all(fast.encode(text) == slow.encode(text) for text in _PROBES):
-        if any(not token["special"] for token in spec["added_tokens"]):
-            fast.fingerprint = slow.fingerprint  # as when such tokenizers ran on transformers
-        return fast
-    logger.info("%s: no tiktoken form of this tokenizer; using transformers' own", processor)
-    return slow
+        found = TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
+    else:
+        found = slow = TransformersTokenizer(checkpoint_tokenizer(processor), spelled)
+        spec = json.loads(slow.spec)
+        fast = _as_tiktoken(spec)
+        if fast is not None and all(fast.encode(text) == slow.encode(text) for text in _PROBES):
+            found = fast
+            if any(not token["special"] for token in spec["added_tokens"]):
+                fast.fingerprint = slow.fingerprint  # as when such tokenizers ran on transformers
+        else:
+            why = "no tiktoken form of this tokenizer; using transformers' own"
+            logger.info("%s: %s", processor, why)
+    if spelled:
+        found.fingerprint = load_tokenizer(processor, text_tokens).fingerprint
+    return found
 
 
 def _explain_missing(processor: str) -> str:

@@ -1,7 +1,7 @@
 """Memory of batches is used again, but never while anything refers to it."""
 
 import gc
-import multiprocessing
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,14 +38,8 @@ KEEPS: dict[str, Any] = {
     "memoryview": lambda tensor: memoryview(tensor.numpy()[3:]),
     "dlpack": lambda tensor: np.from_dlpack(tensor[1:]),
     "storage": lambda tensor: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()),
-    "a cycle": lambda tensor: _in_cycle(tensor),
+    "a cycle": lambda tensor: (cycle := [tensor.numpy()], cycle.append(cycle))[0],
 }
-
-
-def _in_cycle(tensor: torch.Tensor) -> list[Any]:
-    cycle: list[Any] = [tensor.numpy()]
-    cycle.append(cycle)
-    return cycle
 
 
 @pytest.mark.parametrize("kept", KEEPS)
@@ -67,8 +61,9 @@ def test_memory_waits_until_nothing_is_kept_of_a_batch(kept: str) -> None:
     assert memory[0] == again[0, 0] == 4
 
 
-def test_the_smallest_buffer_that_fits_is_taken() -> None:
-    live = [filled(1), filled(2, 2 * SIZE)]
+def test_the_smallest_buffer_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what waits is bounded."""
+    live = [filled(1), filled(2, 2 * SIZE), *map(filled, range(3, 6))]  # the last go first
     live.clear()
     assert {len(one) for one in buffers._waiting} == {SIZE * 9 // 8, SIZE * 9 // 4}
     live.append(filled(3, SIZE + 4096))  # sizes that differ a little
@@ -77,12 +72,6 @@ def test_the_smallest_buffer_that_fits_is_taken() -> None:
     live.append(filled(4, 3 * SIZE))  # fits none
     assert len(buffers._waiting) == 1
     assert left[0] == 2
-
-
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    live = [filled(value) for value in range(5)]
-    live.clear()
-    assert len(buffers._waiting) == buffers._WAITING
     buffers._waiting.clear()
     filled(1, 1020)
     monkeypatch.setattr(buffers, "_LARGEST", SIZE - 1)
@@ -129,16 +118,10 @@ def test_contents_stay_as_they_are_under_threads() -> None:
     assert buffers._waiting, "nothing was given back"
 
 
-def _count_waiting(told: Any) -> None:
-    told.put(len(buffers._waiting))
-
-
 def test_a_forked_process_begins_without_its_parents_memory() -> None:
     filled(1)
     assert len(buffers._waiting) == 1
-    context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
-    child = context.Process(target=_count_waiting, args=(told,))
-    child.start()
-    assert told.get() == 0
-    child.join()
+    child = os.fork()
+    if not child:
+        os._exit(len(buffers._waiting))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -13,8 +13,6 @@ from task_encoders.concatenate import PackedRow, concatenate, merge_rows, split_
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
 from task_encoders.model_inputs import (
-    logical_cu_seqlens,
-    normalise_pixels,
     pad_batch,
     required_pad_multiple,
     to_packed_seq_params,
@@ -25,6 +23,7 @@ from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.tiny_checkpoints import packed_batch
 
 PAD = 0
+JOINED = {"cross_sample_attention": True}
 #: A byte is its own value.
 NORMALISATION = Normalisation(np.tile(np.arange(256, dtype=np.float32), (3, 1)), repeats=2)
 
@@ -56,40 +55,35 @@ def as_batch(packed: PackedRow) -> PackedBatch:
 
 def test_the_documented_example() -> None:
     packed = row(3, 2, 4)
-    assert packed.cu_lengths.tolist() == [0, 3, 5, 9]
     assert packed.cu_lengths.dtype == torch.int32
-    assert packed.position_ids[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     assert packed.tokens.tolist() == [101, 102, 103, 201, 202, 301, 302, 303, 304]
-    assert packed.labels[[0, 3, 5]].tolist() == [IGNORE_INDEX] * 3
-    assert not packed.attn_mask.any()
 
 
 @pytest.mark.parametrize(
-    ("lengths", "pad_to", "cu_lengths", "positions"),
+    ("lengths", "options", "cu_lengths", "positions"),
     [
+        ((3, 2, 4), {}, [0, 3, 5, 9], [0, 1, 2, 0, 1, 0, 1, 2, 3]),
         # Worked examples of dynamic batching with padded packed inputs: tail padding is a segment.
-        ((4, 2), 8, [0, 4, 6, 8], [0, 1, 2, 3, 0, 1, 0, 1]),
-        ((3, 2, 2), 10, [0, 3, 5, 7, 10], [0, 1, 2, 0, 1, 0, 1, 0, 1, 2]),
-        ((4, 1), 8, [0, 4, 5, 8], [0, 1, 2, 3, 0, 0, 1, 2]),
+        ((4, 2), {"pad_to_length": 8}, [0, 4, 6, 8], [0, 1, 2, 3, 0, 1, 0, 1]),
+        ((3, 2, 2), {"pad_to_length": 10}, [0, 3, 5, 7, 10], [0, 1, 2, 0, 1, 0, 1, 0, 1, 2]),
+        ((4, 1), {"pad_to_length": 8}, [0, 4, 5, 8], [0, 1, 2, 3, 0, 0, 1, 2]),
+        # Each sub-sample is padded; all are one segment.
+        ((3, 4, 5), {"multiple": 4}, [0, 4, 8, 16], [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]),
+        ((3, 2), {**JOINED, "pad_to_length": 6}, [0, 5, 6], [0, 1, 2, 3, 4, 0]),
     ],
 )
-def test_padding_a_row_to_a_length(
-    lengths: tuple[int, ...], pad_to: int, cu_lengths: list[int], positions: list[int]
+def test_boundaries_and_positions(
+    lengths: tuple[int, ...], options: Any, cu_lengths: list[int], positions: list[int]
 ) -> None:
-    packed = row(*lengths, pad_to_length=pad_to)
-    used = sum(lengths)
+    packed = row(*lengths, **options)
+    real = ~packed.attn_mask
     assert packed.cu_lengths.tolist() == cu_lengths
-    assert packed.position_ids[0].tolist() == positions
-    assert packed.labels[used:].tolist() == [IGNORE_INDEX] * (pad_to - used)
-    assert packed.attn_mask.tolist() == [False] * used + [True] * (pad_to - used)
-    assert (packed.tokens[used:] == PAD).all()
-
-
-def test_padding_each_sub_sample() -> None:
-    packed = row(3, 4, 5, multiple=4)
-    assert packed.cu_lengths.tolist() == [0, 4, 8, 16]
-    assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]
-    assert logical_cu_seqlens(packed.cu_lengths, packed.attn_mask).tolist() == [0, 3, 7, 12]
+    assert packed.position_ids.tolist() == [positions] * 3
+    assert real.sum() == sum(lengths)
+    assert (packed.tokens[~real] == PAD).all()
+    assert (packed.labels[~real] == IGNORE_INDEX).all()
+    firsts = np.flatnonzero(packed.labels[real] == IGNORE_INDEX)
+    assert firsts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
@@ -99,31 +93,10 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
         concatenate([], pad_token_id=PAD)
 
 
-def test_cross_sample_attention_is_one_segment_with_running_positions() -> None:
-    packed = row(3, 2, cross_sample_attention=True, pad_to_length=6)
-    assert packed.cu_lengths.tolist() == [0, 5, 6]
-    assert packed.position_ids[1].tolist() == [0, 1, 2, 3, 4, 0]
-    assert packed.labels[[0, 3]].tolist() == [IGNORE_INDEX] * 2
-
-
-def test_a_shift_over_the_whole_row_stays_inside_every_sub_sample() -> None:
-    packed = merge_rows([row(3, 2), row(4, 1)])
-    shifted = packed.labels.roll(-1)
-    ends = packed.cu_lengths[1:].long() - 1
-    assert (shifted[ends] == IGNORE_INDEX).all()
-    inner = torch.ones_like(shifted, dtype=torch.bool)
-    inner[ends] = False
-    assert torch.equal(shifted[inner], packed.tokens[1:][inner[:-1]])
-
-
-def test_media_follow_the_order_of_sub_samples() -> None:
-    samples = [sample("a", 6, images=2), sample("bb", 3), sample("ccc", 5, images=1)]
-    packed = concatenate(samples, pad_token_id=PAD)
-    assert packed.image_grid_thw.shape == (3, 3)
-    assert packed.pixel_values.shape == (12, 1176)
-    text_only = concatenate(samples[1:2], pad_token_id=PAD)
-    assert text_only.pixel_values.shape == (0, 1176)
-    assert "pixel_values" not in to_transformers_kwargs(as_batch(text_only))
+def test_a_row_without_pictures_gives_a_model_none() -> None:
+    text = concatenate([sample("bb", 3)], pad_token_id=PAD)
+    assert text.pixel_values.shape == (0, 1176)
+    assert "pixel_values" not in to_transformers_kwargs(as_batch(text))
 
 
 def test_packed_seq_params_of_plain_and_padded_rows() -> None:
@@ -152,17 +125,13 @@ def test_a_merged_batch_is_padded() -> None:
     kwargs = to_transformers_kwargs(padded)
     assert kwargs["cu_seq_lens_q"].tolist() == kwargs["cu_seq_lens_k"].tolist() == [0, 3, 5, 8]
     assert kwargs["max_length_q"] == kwargs["max_length_k"] == 3
+    # The first row of positions restarts at boundaries.
+    assert kwargs["position_ids"][:, 0, :5].tolist() == [[0, 1, 2, 0, 1]] * 4
+    assert kwargs["use_cache"] is False
+    assert "attention_mask" not in kwargs
     assert pad_batch(batch, 5, 7).cu_lengths.tolist() == [[0, 3, 5]]
     with pytest.raises(ValueError, match="a row of 5 tokens does not fit length 4"):
         pad_batch(batch, 4, 7)
-
-
-def test_transformers_positions_restart_in_the_first_row() -> None:
-    kwargs = to_transformers_kwargs(as_batch(row(3, 2, pad_to_length=7)))
-    assert kwargs["position_ids"].shape == (4, 1, 7)
-    assert kwargs["position_ids"][0, 0].tolist() == [0, 1, 2, 0, 1, 0, 1]
-    assert kwargs["use_cache"] is False
-    assert "attention_mask" not in kwargs
 
 
 @pytest.mark.parametrize(
@@ -237,23 +206,6 @@ def test_pixels_of_a_micro_batch_are_written_once(
         joined = merge_rows(one)
         assert torch.equal(joined.pixel_values, pixels)
         assert torch.equal(joined.pixel_values_videos, merged.pixel_values_videos)
-
-
-def test_a_batch_keeps_its_pixels_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_SMALLEST", 1)
-
-    def batch(value: int) -> Any:
-        colour = np.full((4, 588), value, np.uint8)
-        return packed_batch([replace(sample("a", 5, images=1), image_pixels=colour)])
-
-    kept = [(value, batch(value).imgs[1:3].numpy()) for value in range(5)]
-    kept += [(value, normalise_pixels(batch(value)).imgs) for value in range(5, 9)]
-    assert all((pixels == value).all() for value, pixels in kept)
-    del kept
-    buffers._waiting.clear()
-    batch(1)
-    (waiting,) = buffers._waiting  # the batch is gone
-    assert waiting.view(np.float32)[0] == 1
 
 
 def test_images_of_one_size_are_split_by_the_image() -> None:

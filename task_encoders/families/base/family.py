@@ -32,12 +32,13 @@ from task_encoders.families.base.spans import (
 from task_encoders.field_types import Count, LocalOrRemotePath, Values
 from task_encoders.media.image import VisionSettings, decode_image, read_image_header
 from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, frame_patches
-from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
+    SampledVideo,
     VideoHeader,
     decode_frames,
     read_video_header,
+    seconds_per_grid,
 )
 from task_encoders.sample_encoder import (
     EncodedMedium,
@@ -187,7 +188,8 @@ class ResizedOptions(ModelOptions):
 
 
 class FamilyEncoder(ABC):
-    """A `SampleEncoder` on a chat template and media tokens.
+    """Encoder of one sample: its length and its arrays by the same code, on a chat template and
+    media tokens.
 
     Captioning is the form of pretraining: media, caption, end token, no chat template; everything
     but the media carries loss. In conversations answers and their end tokens carry loss.
@@ -235,7 +237,7 @@ class FamilyEncoder(ABC):
         self.tokenizer = tokenizer
         self.pad_token_id = tokenizer.special_id(self.PAD_TOKEN)
         self.max_image_pixels = pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
-        # Files of media within these limits; see SampleEncoder.
+        # Files of media within these limits: SampleError, and of videos MissingPyAVError.
         frames = options.max_video_frames
         self.image_header = partial(read_image_header, max_image_pixels=pixels)
         self.video_header = partial(read_video_header, max_frame_pixels=pixels, max_frames=frames)
@@ -250,7 +252,7 @@ class FamilyEncoder(ABC):
             self.template, self.own_template = loaded
         elif options.earlier_thoughts != "template":
             raise ValueError(f"family {options.family} has no earlier_thoughts; remove it")
-        #: See SampleEncoder.
+        #: under the names of transformers' configs
         self.media_token_ids: Mapping[str, int] = {
             name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
         }
@@ -270,7 +272,8 @@ class FamilyEncoder(ABC):
         return self.template.pieces(sample, weights)
 
     def for_medium(self, options: MediumOptions) -> "FamilyEncoder":
-        """See SampleEncoder; most families read no options."""
+        """Return the encoder of media with these options, which takes them in place of its own.
+        Raises SampleError where the family reads none, as most do."""
         if options:
             raise SampleError(
                 "bad_record",
@@ -355,6 +358,7 @@ class FamilyEncoder(ABC):
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
+        """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
         spelled = sorted(self.options.control_tokens)
         return {
             "family": self.LENGTHS_OF,
@@ -379,6 +383,8 @@ class FamilyEncoder(ABC):
         image_sizes: Sequence[tuple[int, int]],
         videos: Sequence[VideoHeader] = (),
     ) -> SampleLength:
+        """Measure a sample from the (height, width) of its images, EXIF orientation applied, and
+        the headers of its videos. Raises SampleError if it cannot be encoded."""
         media, placed = self._from_headers(sample, image_sizes, videos)
         spans = [span for _, own in placed for span in own]
         num_tokens = sum([span.num_tokens for span in spans])
@@ -446,6 +452,7 @@ class FamilyEncoder(ABC):
         return Prefix(spans[:end], num_tokens, num_images, num_videos)
 
     def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        """Yield warnings of a measured sample's tokens: a line for all such samples, an example."""
         line = "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template"
         is_asked = self.options.earlier_thoughts == "drop"
         if self.TEMPLATE is not None and sample.task != "captioning" and not is_asked:
@@ -457,6 +464,8 @@ class FamilyEncoder(ABC):
         image_sizes: Sequence[tuple[int, int]],
         videos: Sequence[VideoHeader] = (),
     ) -> TokenizedSample:
+        """Return the tokens and loss weights that `encode` gives a sample. Arguments and errors are
+        those of `measure`."""
         places: dict[type[Piece], list[Place]] = {Image: [], Video: []}
         spans: list[Span] = []
         start = 0
@@ -474,6 +483,13 @@ class FamilyEncoder(ABC):
         images: Sequence[bytes | PillowImage.Image | EncodedMedium],
         videos: Sequence[bytes | EncodedMedium] = (),
     ) -> EncodedSample:
+        """Return the arrays of a sample. Images are files, or what `decode_image` or `encode_image`
+        returned for them; videos are files, or what `encode_video` returned.
+
+        Raises:
+            SampleError: the sample cannot be encoded.
+            MissingPyAVError: it has videos, and PyAV is not installed.
+        """
         decoded = [self.decode_image(one) if isinstance(one, bytes) else one for one in images]
         own_images, own_videos = self._of_media(sample, len(images), len(videos))
         image_rows = [

@@ -1,10 +1,9 @@
 """Rows made in threads, the same as without, whatever is wrong with their images; and samples that
 begin alike, as a trunk and branches of one row."""
 
-import io
 import json
-import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,18 +27,11 @@ from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import image_bytes
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import NORMALISATION
 
 THREADS = 2
-
-
-def jpeg(width: int, height: int) -> bytes:
-    rng = np.random.default_rng(width)
-    pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG")
-    return buffer.getvalue()
 
 
 def sub_sample(key: str, *images: bytes) -> SubSample:
@@ -50,7 +42,7 @@ def sub_sample(key: str, *images: bytes) -> SubSample:
 
 @pytest.fixture(scope="module")
 def sub_samples() -> list[SubSample]:
-    good = [jpeg(width, 120) for width in (64, 500, 130, 200, 90, 300)]
+    good = [image_bytes(width, 120) for width in (64, 500, 130, 200, 90, 300)]
     return [
         sub_sample("text"),
         sub_sample("one", good[0]),
@@ -58,7 +50,7 @@ def sub_samples() -> list[SubSample]:
         sub_sample("three", *good[1:4]),
         sub_sample("last_truncated", good[4], good[1][:-2000]),
         SubSample("unreadable", SampleError("bad_record", "no answer")),
-        sub_sample("long", jpeg(2100, 8)),
+        sub_sample("long", image_bytes(2100, 8)),
         sub_sample("two", *good[4:]),
     ]
 
@@ -68,7 +60,7 @@ class CountingEncoder:
     threads that do so."""
 
     def __init__(self) -> None:
-        self.encoder: Any = build_sample_encoder(resize="torch")
+        self.encoder: Any = build_sample_encoder(max_pixels=50_000)
         self.lock = threading.Lock()
         self.held = self.most = 0
         self.threads: set[threading.Thread] = set()
@@ -93,17 +85,14 @@ class CountingEncoder:
             self._count(-1)
 
 
-def row_encoder(num_threads: int, encoder: Any = None, **options: Any) -> RowEncoder:
-    settings: dict[str, Any] = {
-        "seq_length": 4096,
-        "multiple": 1,
-        "pad_to_seq_length": False,
-        "cross_sample_attention": False,
-        "pixel_transport": "uint8",
-        "check_lengths": True,
-    }
-    encoder = encoder or build_sample_encoder(resize="torch")
-    return RowEncoder(encoder=encoder, encode_threads=num_threads, **(settings | options))
+def task_encoder(**options: Any) -> PackedTaskEncoder:
+    settings = PackingSettings(packed=True, vqa=True)
+    options = {"min_pixels": 784, "max_pixels": 50_000, "seq_length": 2048, **options}
+    return PackedTaskEncoder(settings=settings, family="qwen2_vl", processor="builtin", **options)
+
+
+def row_encoder(num_threads: int, **options: Any) -> RowEncoder:
+    return task_encoder(encode_threads=num_threads, **options)._rows
 
 
 @pytest.mark.parametrize("transport", ["float32", "uint8"])
@@ -123,37 +112,29 @@ def test_threads_make_the_same_row(sub_samples: list[SubSample], transport: str)
         assert torch.equal(alone, together)
 
 
-def test_few_decoded_images_are_held() -> None:
+def test_few_images_are_held_and_threads_are_kept_from_row_to_row() -> None:
     encoder = CountingEncoder()
-    many = [sub_sample(str(width), jpeg(width, 120)) for width in range(60, 300, 12)]
-    row_encoder(THREADS, encoder).encode(many)
+    many = [sub_sample(str(width), image_bytes(width, 120)) for width in range(60, 300, 12)]
+    for _ in range(3):
+        replace(row_encoder(THREADS), encoder=encoder).encode(many)
     assert encoder.held == 0
     assert 1 <= encoder.most <= 2 * THREADS
-
-
-def test_threads_are_kept_from_row_to_row(sub_samples: list[SubSample]) -> None:
-    encoder = CountingEncoder()
-    for _ in range(4):
-        row_encoder(THREADS, encoder).encode(sub_samples)
     assert 1 <= len(encoder.threads) <= THREADS
     assert threading.current_thread() not in encoder.threads
-
-
-def _tokens(sub_samples: list[SubSample], results: Any) -> None:
-    row, *_ = row_encoder(THREADS).encode(sub_samples)
-    results.put((os.getpid(), row.tokens.tolist()))
 
 
 def test_a_forked_process_starts_its_own(sub_samples: list[SubSample]) -> None:
     """As a loader's worker does, after the parent has encoded."""
     row, *_ = row_encoder(THREADS).encode(sub_samples)
-    fork = multiprocessing.get_context("fork")
-    results = fork.Queue()
-    child = fork.Process(target=_tokens, args=(sub_samples, results))
-    child.start()
-    assert results.get(timeout=300) == (child.pid, row.tokens.tolist())
-    child.join(timeout=300)
-    assert child.exitcode == 0
+    child = os.fork()
+    if not child:
+        signal.alarm(300)
+        again = None
+        try:
+            again, *_ = row_encoder(THREADS).encode(sub_samples)
+        finally:
+            os._exit(again is None or not torch.equal(again.tokens, row.tokens))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 SHARED = 6
@@ -200,12 +181,16 @@ def same(found: PackedRow, expected: PackedRow) -> None:
 
 
 def test_each_token_and_picture_stands_once() -> None:
+    """Of a tree; and it is padded as a whole."""
     found = row()
     assert found.cu_lengths.diff().tolist() == [11, 6, 3, 2, 8, 11]
     assert found.parents.tolist() == [-1, -1, 1, 1, 1, -1]
     assert found.media_counts[:, 0].tolist() == [1, 1, 0, 2, 1, 1]
     assert len(found.pixel_values) == 8 * 3 + 4 * 3
     assert found.position_ids[0, 17:20].tolist() == [6, 7, 8]
+    padded = row(multiple=8)
+    assert padded.cu_lengths.diff().tolist() == [16, 6, 3, 2, 13, 16]
+    assert int(padded.attn_mask.sum()) == 5 + 5 + 5
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -214,47 +199,33 @@ def test_a_row_gives_back_its_samples(multiple: int) -> None:
     found = split_row(merge_rows([row(multiple, 80), row()]))
     assert len(found) == 2 * len(given)
     for part, one in zip(found, [*given, *given], strict=True):
-        same(split_row(replace(part, attn_mask=part.attn_mask))[0], part)
+        same(split_row(part)[0], part)
         real = ~part.attn_mask
-        expected = concatenate([one], pad_token_id=0)
-        assert part.tokens[real].tolist() == one.tokens.tolist()
-        assert torch.equal(part.position_ids[:, real], expected.position_ids)
-        assert torch.equal(part.loss_weights[real], expected.loss_weights)
-        assert torch.equal(part.pixel_values, expected.pixel_values)
-        assert part.media_counts.tolist() == expected.media_counts.tolist()
-
-
-def test_a_tree_is_padded_as_a_whole() -> None:
-    found = row(multiple=8)
-    assert found.cu_lengths.diff().tolist() == [16, 6, 3, 2, 13, 16]
-    assert int(found.attn_mask.sum()) == 5 + 5 + 5
-
-
-def with_loss(one: EncodedSample, place: int) -> EncodedSample:
-    return replace(one, loss_weights=np.eye(1, len(one.tokens), place, dtype=np.float32)[0])
-
-
-def other_pixels(one: EncodedSample) -> EncodedSample:
-    return replace(one, image_pixels=one.image_pixels + 1)
+        own = {name: getattr(part, name)[..., real] for name in ("tokens", "loss_weights")}
+        same(
+            replace(part, **own, position_ids=part.position_ids[:, real]),
+            concatenate([one], pad_token_id=0),
+        )
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (lambda one: replace(one, tokens=one.tokens + 1), "does not begin as"),
-        (lambda one: replace(one, position_ids=one.position_ids + 1), "does not begin as"),
-        (lambda one: replace(one, image_grid_thw=one.image_grid_thw[:, ::-1]), "does not begin as"),
-        (lambda one: replace(one, tokens=one.tokens[:SHARED]), "does not begin as"),
-        (other_pixels, "does not begin as"),
-        (lambda one: replace(one, loss_weights=np.ones_like(one.loss_weights)), "has loss in the"),
-        (lambda one: with_loss(one, SHARED), "has loss in the"),
+        ("tokens", lambda all_tokens: all_tokens + 1, "does not begin as"),
+        ("tokens", lambda all_tokens: all_tokens[:SHARED], "does not begin as"),
+        ("position_ids", lambda positions: positions + 1, "does not begin as"),
+        ("image_grid_thw", lambda grids: grids[:, ::-1], "does not begin as"),
+        ("image_pixels", lambda pixels: pixels + 1, "does not begin as"),
+        ("loss_weights", np.ones_like, "has loss in the"),
+        ("loss_weights", lambda weights: np.eye(1, len(weights), SHARED)[0], "has loss in the"),
     ],
 )
 def test_what_is_not_shared_is_refused(
-    change: Callable[[EncodedSample], EncodedSample], message: str
+    name: str, change: Callable[[Any], Any], message: str
 ) -> None:
+    other = replace(SAMPLES[1], **{name: change(getattr(SAMPLES[1], name))})
     with pytest.raises(ValueError, match=message):
-        as_tree([SAMPLES[0], change(SAMPLES[1])], SHARED, 1, 0, {})
+        as_tree([SAMPLES[0], other], SHARED, 1, 0, {})
     with pytest.raises(ValueError, match="a trunk of 0 tokens"):
         as_tree(SAMPLES, 0, 0, 0, {})
 
@@ -323,39 +294,26 @@ def shared_tokens(image: bytes) -> int:
     return int(np.flatnonzero(tokens == ENCODER.media_token_ids["image_token_id"])[-1]) + 2
 
 
-def task_encoder(**options: Any) -> PackedTaskEncoder:
-    settings = PackingSettings(packed=True, vqa=True)
-    options = {"min_pixels": 784, "max_pixels": 50_000, "seq_length": 2048, **options}
-    return PackedTaskEncoder(settings=settings, family="qwen2_vl", processor="builtin", **options)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_pack_of_trees(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each picture is decoded once, and encoded once."""
     given = pack(3, 1, 2)
     assert list(given.media) == ["img000.png", "img001.png", "img002.png"]
-    encoder, encoded, decoded = task_encoder(trees=True, encode_threads=threads), [], []
-    kind = type(encoder.encoder)
-    encode_image, decode_image = kind.encode_image, encoder.encoder.decode_image
-
-    def counted(self: Any, image: Any) -> Any:
-        encoded.append(image.size)
-        return encode_image(self, image)
-
-    def counted_too(data: bytes) -> Any:
-        decoded.append(data)
-        return decode_image(data)
-
-    monkeypatch.setattr(kind, "encode_image", counted)
-    monkeypatch.setattr(encoder.encoder, "decode_image", counted_too)
+    encoder, seen = task_encoder(trees=True, encode_threads=threads), list[Any]()
+    for name in ("encode_image", "decode_image"):
+        run = getattr(encoder.encoder, name)
+        counted = lambda medium, run=run: (seen.append(medium), run(medium))[1]  # noqa: E731
+        monkeypatch.setattr(encoder.encoder, name, counted)
     found = encoder.encode_pack(given)
-    assert sorted(encoded) == [(90, 60), (100, 60), (110, 60)]
+    decoded = [one for one in seen if isinstance(one, bytes)]
     assert sorted(decoded) == sorted(given.media.values())
+    widths = sorted(one.width for one in seen if not isinstance(one, bytes))
+    assert widths == [90, 100, 110]
     assert found.row.parents.tolist() == [-1, 0, 0, 0, -1, -1, 5, 5]
     assert found.sub_sample_keys == [f"s{i}" for i in range(6)]
     samples = sub_samples_of_pack(given, "vqa")
     for part, one in zip(split_row(found.row), samples, strict=True):
-        alone = concatenate([ENCODER.encode(one.sample, one.images)], pad_token_id=0)
-        same(part, alone)
+        same(part, concatenate([ENCODER.encode(one.sample, one.images)], pad_token_id=0))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -377,12 +335,6 @@ def test_a_branch_that_cannot_be_used_is_left_out_alone(
     assert found.row.media_counts[:, 0].tolist() == images
 
 
-def test_a_task_encoder_reads_trees_only_if_asked() -> None:
-    with pytest.raises(FatalSampleError, match="'p' holds samples that share prefixes"):
-        task_encoder().encode_pack(pack(2))
-    task_encoder().encode_pack(pack(1, 1))
-
-
 @pytest.mark.parametrize(
     "trees",
     [[[0, 3, 5, 1, 0]], [[1, 1]], "x", [[1, 1, 5, 1, 0], [0, 2, 5, 1, 0]], [[0, 2, 0, 0, 0]]],
@@ -394,8 +346,11 @@ def test_trees_that_are_not_of_the_pack(trees: Any) -> None:
         task_encoder(trees=True).encode_pack(given)
 
 
-def test_samples_that_do_not_begin_alike_end_the_run() -> None:
+def test_trees_that_are_not_asked_for_or_do_not_begin_alike_end_the_run() -> None:
     given = pack(2)
+    with pytest.raises(FatalSampleError, match="'p' holds samples that share prefixes"):
+        task_encoder().encode_pack(given)
+    task_encoder().encode_pack(pack(1, 1))
     given.record["meta"]["trees"][0][2] += 6  # their questions differ
     with pytest.raises(FatalSampleError, match=r"'s1' does not begin as 's0' does; give the task"):
         task_encoder(trees=True).encode_pack(given)

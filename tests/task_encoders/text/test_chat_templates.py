@@ -79,36 +79,27 @@ def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Referen
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("name", GENERATIONS)
-def test_published_templates_of_qwen3_5(name: str, tmp_path: Path) -> None:
-    """Those of 3.5 and 3.6 write what the family's own does; that of 3.8 counts as a checkpoint's
-    own. What is typed by a user stays text."""
-    template = (PUBLISHED / f"{name}.jinja").read_text()
-    reference = Reference("qwen3_5", tmp_path, template)
-    assert ("chat_template" in reference.encoder.fingerprint) == (name == "qwen3_8")
-    counts: Counter[str] = Counter()
-    for _, expected, encoded, _ in encoded_conversations(
-        reference, SAMPLES, IMAGE, counts, seed=12
-    ):
-        tokens, _ = one_pad_per_image(encoded, reference.encoder.image_token_id)
-        assert tokens == expected
-    assert counts["written"] > 0.7 * SAMPLES
-
-
-def test_fuzzed_conversations(reference: Reference) -> None:
+@pytest.mark.parametrize("name", [*FAMILIES, *(f"published {one}" for one in GENERATIONS)])
+def test_fuzzed_conversations(name: str, tmp_path: Path) -> None:
+    """By a family's own template, and by the published ones of Qwen3.5: 3.5 and 3.6 write what the
+    family's does, and 3.8 counts as a checkpoint's own. What is typed by a user stays text."""
+    _, is_published, generation = name.rpartition("published ")
+    template = (PUBLISHED / f"{generation}.jinja").read_text() if is_published else ""
+    reference = Reference("qwen3_5" if is_published else name, tmp_path, template)
+    assert ("chat_template" in reference.encoder.fingerprint) == (generation == "qwen3_8")
     counts: Counter[str] = Counter()
     for sample, expected, encoded, typed in encoded_conversations(
         reference, SAMPLES, IMAGE, counts, seed=11
     ):
         tokens, labels = one_pad_per_image(encoded, reference.encoder.image_token_id)
         assert tokens == expected
-        if not typed:
+        if not (typed or template):
             assert labels == reference.labels(sample)[: len(labels)]
             counts["labels"] += 1
     assert counts["refused plain"] == 0
     assert counts["written"] + counts["not_in_template"] == SAMPLES
     assert counts["written"] > 0.4 * SAMPLES
-    assert counts["labels"] > 0.2 * SAMPLES
+    assert template or counts["labels"] > 0.2 * SAMPLES
     assert (counts["tools"] > 0.05 * SAMPLES) == ("tools" in reference.template)
 
 
@@ -297,40 +288,49 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(other)).encode(PLAIN, [])
     np.testing.assert_array_equal(again.tokens, encoded.tokens)
 
-
-def test_a_template_with_tokens_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    template = QWEN3_VL_TEMPLATE.replace("user\\n", "user\\n<|turn|>")
-    assert "<|turn|>" in template
-    save_with_template(tiny_tokenizer(QWEN3_TEXT_TOKENS), template, tmp_path)
+    foreign = QWEN3_VL_TEMPLATE.replace("user\\n", "user\\n<|turn|>")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": foreign}))
     with pytest.raises(ValueError, match=r"no special token '<\|turn\|>'"):
         build_sample_encoder("qwen3_vl", str(tmp_path))
 
 
-def test_variables_of_a_template(tmp_path: Path) -> None:
-    """They are what transformers is given as keyword arguments; one that is not read is refused."""
-    header = "'<|im_start|>assistant\\n' +"
-    closed = "('<think>\n\n</think>\n\n' if not thinks|default(true) else '') +"
-    template = QWEN3_VL_TEMPLATE.replace(header, f"{header} {closed}")
-    assert template != QWEN3_VL_TEMPLATE
-    tokenizer = tiny_tokenizer(QWEN3_TEXT_TOKENS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_variables_of_a_template(family: str, tmp_path: Path) -> None:
+    """They are what transformers is given as keyword arguments, such as `add_vision_id`, which
+    writes "Picture 1: " before a picture; one that is not read is refused."""
+    template, text_tokens = FAMILIES[family]
+    header, name = "'<|im_start|>assistant\\n' +", "add_vision_id"
+    if family == "qwen3_vl":
+        closed = "('<think>\n\n</think>\n\n' if not thinks|default(true) else '') +"
+        template, name = template.replace(header, f"{header} {closed}"), "thinks"
+    tokenizer = tiny_tokenizer(text_tokens)
     save_with_template(tokenizer, template, tmp_path)
-    fingerprints = set()
-    for options in ({}, {"thinks": True}, {"thinks": False}):
-        settings = model_options(
-            family="qwen3_vl", processor=str(tmp_path), template_options=options
-        )
+    turns = (Turn("<image> or 1<image>?", "This."), Turn("\n<image>", "That."))
+    samples = (
+        PLAIN,
+        SourceSample("a", "bmr", turns, ("a", "b", "c")),
+        SourceSample("b", "vqa", (Turn("What?", "A cat."),), ("a", "b"), "Be brief."),
+    )
+    lengths = {}
+    for options in ({}, {name: True}, {name: False}):
+        given: Any = {"family": family, "processor": str(tmp_path), "template_options": options}
+        settings = model_options(**given)
         assert model_options(**settings.model_dump(mode="json")) == settings
-        encoder = build_sample_encoder(settings)
-        fingerprints.add(str(encoder.fingerprint))
-        written = tokenizer.apply_chat_template(to_chat(PLAIN), tokenize=False, **options)
-        assert ("</think>" in written) == (options.get("thinks") is False)
-        expected = tokenizer(written.removesuffix("\n"))["input_ids"]
-        assert pickle.loads(pickle.dumps(encoder)).encode(PLAIN, []).tokens.tolist() == expected
-        assert encoder.measure(PLAIN, []).num_tokens == len(expected)
-    assert len(fingerprints) == 3
-    for name in ("think", "messages", "eos_token"):
-        with pytest.raises(ValueError, match=f"template_options {name}: .*; it reads thinks"):
-            build_sample_encoder("qwen3_vl", str(tmp_path), template_options={name: True})
+        encoder: Any = pickle.loads(pickle.dumps(build_sample_encoder(settings)))
+        own = lengths.setdefault(str(encoder.fingerprint), [])
+        for sample in samples:
+            count = len(sample.images)
+            text = tokenizer.apply_chat_template(to_chat(sample), tokenize=False, **options)
+            encoded = encoder.encode(sample, [IMAGE] * count)
+            tokens, _ = one_pad_per_image(encoded, encoder.image_token_id)
+            assert tokens == tokenizer(text.removesuffix("\n"))["input_ids"]
+            own.append(encoder.measure(sample, [(56, 56)] * count).num_tokens)
+            assert own[-1] == len(encoded.tokens)
+    assert len(lengths) == 3
+    assert len({*map(tuple, lengths.values())}) == 2  # one value is the default
+    for wrong in ("think", "messages", "eos_token"):
+        with pytest.raises(ValueError, match=f"template_options {wrong}: .*; it reads {name}"):
+            build_sample_encoder(family, str(tmp_path), template_options={wrong: True})
     with pytest.raises(ValueError, match="thinks: the chat template reads no such variable"):
         build_sample_encoder("qwen3_vl", template_options={"thinks": False})
     with pytest.raises(ValueError, match="family llava_1_5 has no template_options"):
@@ -357,33 +357,3 @@ def test_a_template_that_cannot_be_cut_is_refused(template: str, shown: str) -> 
     tokenizer = tiny_tokenizer()
     with pytest.raises(ValueError, match=shown):
         prove(ChatTemplate(JinjaTemplate(template)), tokenizer.apply_chat_template, "a checkpoint")
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_numbered_pictures(tmp_path: Path, family: str) -> None:
-    """`add_vision_id`: "Picture 1: " is text before the picture, when measured and when encoded."""
-    tokenizer = tiny_tokenizer(FAMILIES[family][1])
-    save_with_template(tokenizer, QWEN2_VL_TEMPLATE, tmp_path)
-    settings = {"template_options": {"add_vision_id": True}}
-    encoder = build_sample_encoder(family, str(tmp_path), **settings)
-    plain = build_sample_encoder(family, str(tmp_path))
-    assert encoder.fingerprint != plain.fingerprint
-    turns = (Turn("<image> or 1<image>?", "This."), Turn("\n<image>", "That."))
-    for sample in (
-        SourceSample("a", "bmr", turns, ("a", "b", "c")),
-        SourceSample("b", "vqa", (Turn("What?", "A cat."),), ("a", "b"), "Be brief."),
-        SourceSample("c", "vqa", (Turn("What?", "No picture."),)),
-    ):
-        text = tokenizer.apply_chat_template(to_chat(sample), tokenize=False, add_vision_id=True)
-        assert text.count("Picture ") == len(sample.images)
-        encoded = encoder.encode(sample, [IMAGE] * len(sample.images))
-        pad = encoder.image_token_id
-        ids = encoded.tokens.tolist()
-        once = [one for i, one in enumerate(ids) if one != pad or ids[i - 1] != pad]
-        assert once == tokenizer(text.removesuffix("\n"))["input_ids"]
-        sizes = [(56, 56)] * len(sample.images)
-        assert encoder.measure(sample, sizes).num_tokens == len(ids)
-        longer = len(ids) > plain.measure(sample, sizes).num_tokens
-        assert longer == bool(sample.images)
-    builtin = build_sample_encoder(family, **settings).encode(sample, [])
-    assert len(builtin.tokens)

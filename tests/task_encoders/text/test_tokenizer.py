@@ -14,7 +14,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_index
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
@@ -85,11 +84,10 @@ def test_a_panic_of_the_tokenizer_is_the_texts_fault(monkeypatch: pytest.MonkeyP
                     encode("a")
 
 
-@pytest.mark.parametrize("token", QWEN_SPECIAL_TOKENS)
-def test_special_ids_are_those_of_published_checkpoints(token: str) -> None:
-    expected = 151_643 + QWEN_SPECIAL_TOKENS.index(token)
-    assert load_tokenizer("builtin").special_id(token) == expected
-    assert builtin_tokenizer().convert_tokens_to_ids(token) == expected
+def test_special_ids_are_those_of_published_checkpoints() -> None:
+    for expected, token in enumerate(QWEN_SPECIAL_TOKENS, 151_643):
+        assert load_tokenizer("builtin").special_id(token) == expected
+        assert builtin_tokenizer().convert_tokens_to_ids(token) == expected
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +116,9 @@ def test_qwen2_5_has_eight_more_tokens_which_text_spells(qwen2_5: Path) -> None:
         cut = "".join(
             word + joints[rng.integers(len(joints))] for word in (text[:20], text[20:60], "x")
         )
-        assert encoder.tokenizer.encode(cut) == fast.encode(cut) == slow.encode(cut)
-        answer = encoder.tokenizer.encode_answer("assistant\n", cut)
-        assert answer == fast.encode_answer("assistant\n", cut)
-        assert answer == slow.encode_answer("assistant\n", cut)
+        expected = slow.encode(cut), slow.encode_answer("assistant\n", cut)
+        for own in (encoder.tokenizer, fast):
+            assert (own.encode(cut), own.encode_answer("assistant\n", cut)) == expected
 
 
 def test_ids_are_spelled_as_text_and_control_tokens() -> None:
@@ -129,13 +126,8 @@ def test_ids_are_spelled_as_text_and_control_tokens() -> None:
     text = "Grüße <|im_end|>, 世界 🙂"  # written, not meant
     start, end = fast.special_id("<|im_start|>"), fast.special_id("<|im_end|>")
     ids = [start, *fast.encode(text), end, end, *fast.encode("\n")]
-    expected = [
-        ("<|im_start|>", True),
-        (text, False),
-        ("<|im_end|>", True),
-        ("<|im_end|>", True),
-        ("\n", False),
-    ]
+    ends = [("<|im_end|>", True)] * 2
+    expected = [("<|im_start|>", True), (text, False), *ends, ("\n", False)]
     assert list(fast.spell(ids)) == list(slow.spell(ids)) == expected
     parts = fast.encode("𓀀")  # several tokens, none of them a character
     assert len(parts) > 1
@@ -206,14 +198,21 @@ BOX = ("<|box_start|>", "<|box_end|>")
 SAID = "It is <|box_start|>(10,20),(30,40)<|box_end|> there."
 
 
-def test_ids_are_those_of_the_tokenizer(folder: Path) -> None:
-    """Texts spell two of its special tokens, which are text without the option."""
-    if folder.name == "llava_1_5":
-        pytest.skip("it has none")
+def test_control_tokens_of_a_family(folder: Path) -> None:
+    """Texts spell two special tokens, which are text without the option; those of template, media
+    and ends are refused."""
     build = functools.partial(
         build_sample_encoder, folder.name, str(folder), **encoder_options(folder.name)
     )
     usual: Any = build()
+    media = usual.MEDIA_TOKENS["image_token_id"]
+    for token in {usual.PAD_TOKEN, media, *sorted(usual.written_tokens)[:3]}:
+        with pytest.raises(ValueError, match=r"model\.control_tokens: .* leave it out"):
+            build(control_tokens=(token,))
+    with pytest.raises(ValueError, match=r"no special token '<\|none\|>'"):
+        build(control_tokens=("<|none|>",))
+    if folder.name == "llava_1_5":  # it has no others
+        return
     free = [one for one in usual.tokenizer.control_tokens if one not in usual.written_tokens]
     spelled = tuple(one for one in free if one.isascii() and one not in ("<image>", "<video>"))[:2]
     assert spelled
@@ -238,19 +237,6 @@ def test_ids_are_those_of_the_tokenizer(folder: Path) -> None:
     assert "control_tokens" not in usual.fingerprint
 
 
-def test_tokens_of_template_media_and_ends_are_refused(folder: Path) -> None:
-    build = functools.partial(
-        build_sample_encoder, folder.name, str(folder), **encoder_options(folder.name)
-    )
-    usual: Any = build()
-    media = usual.MEDIA_TOKENS["image_token_id"]
-    for token in {usual.PAD_TOKEN, media, *sorted(usual.written_tokens)[:3]}:
-        with pytest.raises(ValueError, match=r"model\.control_tokens: .* leave it out"):
-            build(control_tokens=(token,))
-    with pytest.raises(ValueError, match=r"no special token '<\|none\|>'"):
-        build(control_tokens=("<|none|>",))
-
-
 def run_of(folder: Path, name: str, said: str = SAID, **model: Any) -> Any:
     records = [{"id": f"r{i}", "messages": dialogue("Where?", said)} for i in range(6)]
     write_file(folder / "a.jsonl", lines(records))
@@ -258,45 +244,32 @@ def run_of(folder: Path, name: str, said: str = SAID, **model: Any) -> Any:
     return make_run(source, folder / name, model=model)
 
 
-def test_the_warning_is_the_remedy(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "text")
-    pack_all(run)
-    (line,) = [one for one in open_index(run).info.warnings if "trained as text" in one]
-    assert line.startswith(
-        "texts hold '<|box_end|>', '<|box_start|>' (in about 6 samples, such as r0: "
-        "'<|box_start|>(10,20),(30,40)<|box_end|> there."
-    )
-    assert line.endswith(
-        "'), trained as text; where the checkpoint knows them as control tokens: "
-        'model.control_tokens: ["<|box_end|>", "<|box_start|>"]'
-    )
-    again = run_of(tmp_path, "control", control_tokens=["<|box_end|>", "<|box_start|>"])
-    pack_all(again)
-    assert not [one for one in open_index(again).info.warnings if "as text" in one]
-    with pytest.raises(ConfigError, match=r"'<\|im_end\|>' marks media, ends a text"):
-        pack_all(run_of(tmp_path, "bad", control_tokens=["<|im_end|>"]))
-
-
 def test_trainers_need_no_setting(tmp_path: Path) -> None:
-    """The manifest says it; another choice is refused, as are two outputs that differ."""
+    """A warning names the option, and the manifest says it; another choice is refused, as are two
+    outputs that differ."""
     plain, spelled = run_of(tmp_path, "text"), run_of(tmp_path, "control", control_tokens=BOX)
     for run in (plain, spelled):
         pack_all(run)
         assert verify(run, deep=True).problems == []
+    warned = [
+        [one for one in open_index(run).info.warnings if "trained as text" in one]
+        for run in (plain, spelled)
+    ]
+    assert [len(own) for own in warned] == [1, 0]
+    assert warned[0][0].endswith('model.control_tokens: ["<|box_end|>", "<|box_start|>"]')
     usual = plain.config.model
-    encoder = task_encoder(spelled, model=usual)
-    (batch,) = batches_of(spelled.workspace.root, encoder)
-    (expected,) = batches_of(spelled.workspace.root, task_encoder(spelled))
-    assert batch.tokens.tolist() == expected.tokens.tolist()
-    assert 151_648 in batch.tokens.flatten().tolist()
-    (text,) = batches_of(plain.workspace.root, task_encoder(plain))
-    assert 151_648 not in text.tokens.flatten().tolist()
-    with pytest.raises(PackingSettingsError, match="control_tokens the default"):
-        encoder.check_manifest(plain.workspace.root)
-    other = task_encoder(plain)
-    other.check_manifest(plain.workspace.root)
-    with pytest.raises(PackingSettingsError, match="task encoder has the default"):
-        other.check_manifest(spelled.workspace.root)
+    encoder, other = task_encoder(spelled, model=usual), task_encoder(plain)
+    rows = [
+        batches_of(run.workspace.root, own)[0].tokens[0].tolist()
+        for run, own in ((spelled, encoder), (spelled, task_encoder(spelled)), (plain, other))
+    ]
+    assert rows[0] == rows[1]
+    assert [151_648 in row for row in rows] == [True, True, False]
     fewer = task_encoder(spelled, model=usual.model_copy(update={"control_tokens": BOX[:1]}))
-    with pytest.raises(PackingSettingsError, match="measured with control_tokens"):
-        fewer.check_manifest(spelled.workspace.root)
+    for own, run, said in (
+        (encoder, plain, "control_tokens the default"),
+        (other, spelled, "task encoder has the default"),
+        (fewer, spelled, "measured with control_tokens"),
+    ):
+        with pytest.raises(PackingSettingsError, match=said):
+            own.check_manifest(run.workspace.root)
