@@ -1,6 +1,6 @@
 """The parts of every model family: options, an encoder, and its entry in FAMILIES.
 
-`measure` and `encode` go through `_layout`, so they cannot disagree; a family says what its
+`measure` and `encode` go through `_placed`, so they cannot disagree; a family says what its
 template, its media and its positions are.
 """
 
@@ -486,13 +486,14 @@ class FamilyEncoder(ABC):
         ]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
-        spans = self._layout(sample, of_images, of_videos)
+        placed = [*self._placed(sample, of_images, of_videos)]
+        spans = [span for _, own in placed for span in own]
         tokens, loss_weights = tokens_and_weights(spans)
         video_end = getattr(self.options, "video_end", "longer_side")
         if self.VIDEOS_AS_IMAGES and videos:  # in the order of their tokens
             stills, clips = iter(image_rows), iter(video_rows)
             image_rows, video_rows = [], []
-            for part in self.parts(sample):
+            for part, _ in placed:
                 if isinstance(part, Image):
                     image_rows.append(next(stills))
                 elif isinstance(part, Video):
@@ -545,24 +546,14 @@ class FamilyEncoder(ABC):
         is_open = sample.turns[-1].truncated and sample.task != "captioning"
         return without_end(pieces) if is_open else pieces
 
-    def _layout(
-        self,
-        sample: SourceSample,
-        images: Sequence[Iterable[Span]],
-        videos: Sequence[Iterable[Span]],
-    ) -> list[Span]:
-        """Return the sample's tokens as spans in order, with the given spans of its media in their
-        places. Raises SampleError."""
-        placed = self._placed(sample, images, videos)
-        return [span for _, own in placed for span in own]
-
     def _placed(
         self,
         sample: SourceSample,
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
     ) -> Iterator[tuple[Piece, Sequence[Span]]]:
-        """Yield the pieces of a sample, each with its spans; see `_layout`."""
+        """Yield the pieces of a sample in order, each with its tokens as spans: those given of its
+        media in their places. Raises SampleError."""
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
         for part in self.parts(sample):
