@@ -160,11 +160,6 @@ class ModelOptions(BaseModel):
             )
 
     @classmethod
-    def own(cls) -> list[str]:
-        """List the options that not every family has."""
-        return [name for name in cls.model_fields if name not in ModelOptions.model_fields]
-
-    @classmethod
     def changes_lengths(cls, name: str) -> bool:
         """Tell whether an option belongs in the fingerprint of what was measured."""
         return not cls.model_fields[name].json_schema_extra
@@ -349,13 +344,16 @@ class FamilyEncoder(ABC):
         ids = [token for span in self.medium_spans(medium) for token in span.ids]
         names |= {name for name, is_control in self.tokenizer.spell(ids) if is_control}
         for task in ("captioning", "bmr"):
-            sample = SourceSample("", task, (Turn("a", "b"),))
-            names |= _control_names(self.render(sample, [1.0]))
+            for piece in self.render(SourceSample("", task, (Turn("a", "b"),)), [1.0]):
+                parts = piece.pieces if isinstance(piece, Fixed) else (piece,)
+                names |= {part.token for part in parts if isinstance(part, Control)}
         return frozenset(names)
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
         spelled = sorted(self.options.control_tokens)
+        names = [n for n in type(self.options).model_fields if n not in ModelOptions.model_fields]
+        names += ["max_video_frames"] * self.takes_videos
         return {
             "family": self.LENGTHS_OF,
             "template": self.TEMPLATE_VERSION,
@@ -363,7 +361,7 @@ class FamilyEncoder(ABC):
             "max_image_pixels": self.max_image_pixels,
             **{
                 name: self.options.stored(name)
-                for name in (*self.options.own(), *["max_video_frames"] * self.takes_videos)
+                for name in names
                 if self.options.changes_lengths(name) and name in self.options.model_dump()
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
@@ -563,17 +561,6 @@ class FamilyEncoder(ABC):
                 yield part, [*next(of_videos)]
             else:
                 yield part, self.texts.spans(part)
-
-
-def _control_names(pieces: Iterable[Piece]) -> set[str]:
-    """Collect the control tokens among pieces."""
-    found = set[str]()
-    for piece in pieces:
-        if isinstance(piece, Control):
-            found.add(piece.token)
-        elif isinstance(piece, Fixed):
-            found |= _control_names(piece.pieces)
-    return found
 
 
 def _first_with_media(sample: SourceSample) -> int:
