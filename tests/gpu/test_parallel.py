@@ -67,21 +67,22 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
+    ("ranks", "sections"),
     [
+        (1, {"model": {"attention": "torch_varlen"}}),  # with fusions
         (2, {}),
-        (2, {"tensor": 2}),
-        (2, {"context": 2}),
-        (4, {"tensor": 2, "context": 2}),
-        (4, {"tensor": 2}),
-        (4, {"context": 2}),
+        (2, {"parallel": {"tensor": 2}}),
+        (2, {"parallel": {"context": 2}}),
+        (4, {"parallel": {"tensor": 2, "context": 2}}),
+        (4, {"parallel": {"tensor": 2}}),
+        (4, {"parallel": {"context": 2}}),
     ],
     ids=str,
 )
-def test_ranks_train_as_one_gpu(
-    ranks: int, parallel: dict[str, int], folder: Path, alone: list[float], tmp_path: Path
+def test_ranks_and_fusions_train_as_one_gpu(
+    ranks: int, sections: Any, folder: Path, alone: list[float], tmp_path: Path
 ) -> None:
-    found = train(folder, tmp_path / "run", ranks=ranks, parallel=parallel)
+    found = train(folder, tmp_path / "run", ranks=ranks, **sections)
     assert found == pytest.approx(alone, abs=0.03)
 
 
@@ -101,13 +102,6 @@ def test_installed_kernels_train_as_those_of_torch(
     if attention == "flash_attn_3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("flash_attn_3 is for Hopper")
     found = train(folder, tmp_path / "run", model={"attention": attention})
-    assert found == pytest.approx(alone, abs=0.03)
-
-
-def test_fusions_train_as_the_layers_without(
-    folder: Path, alone: list[float], tmp_path: Path
-) -> None:
-    found = train(folder, tmp_path / "run", model={"attention": "torch_varlen"})
     assert found == pytest.approx(alone, abs=0.03)
 
 

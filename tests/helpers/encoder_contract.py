@@ -4,7 +4,7 @@ and what transformers itself makes of it."""
 import ast
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +18,8 @@ from PIL import Image, ImageOps
 
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import read_video_header
-from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
-from tests.helpers.tiny_checkpoints import packed_batch
+from task_encoders.samples import IGNORE_INDEX, SourceSample
 
 #: By name, something and what it should equal.
 Pairs = Mapping[str, tuple[Any, Any]]
@@ -67,26 +65,6 @@ def opened(data: bytes) -> Image.Image:
     """An image upright, and in RGB unless a processor composes it on white."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     return image if image.has_transparency_data else image.convert("RGB")
-
-
-def by_both(
-    encoder: Any, processor: Any, files: list[bytes], num_images: int
-) -> Iterator[tuple[Any, Any, Any]]:
-    """For each run of so many images: their sample encoded, as arguments of transformers' model,
-    and what transformers' processor makes of the images."""
-    prompt = "a".join(["<image>"] * num_images)
-    names = tuple(map(str, range(num_images)))
-    sample = SourceSample("k", "vqa", (Turn(prompt, "b"),), names)
-    assert len(files) >= num_images
-    for begin in range(0, len(files) - num_images + 1, num_images):
-        data = files[begin : begin + num_images]
-        encoded = encoder.encode(sample, data)
-        images = [opened(one) for one in data]
-        yield (
-            encoded,
-            to_transformers_kwargs(packed_batch([encoded])),
-            processor(images, return_tensors="np"),
-        )
 
 
 VERSION = Version(metadata.version("transformers"))

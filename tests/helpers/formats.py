@@ -257,11 +257,11 @@ def huggingface(root: Path, samples: list[Sample]) -> dict[str, Any]:
     return {"format": "huggingface", "path": str(root)}
 
 
-def pack_members(samples: list[Sample], size: int = 3) -> list[tuple[str, bytes]]:
+def pack_members(samples: list[Sample]) -> list[tuple[str, bytes]]:
     """Multi-turn packs as others write them: without meta, images counted over the pack."""
     members: list[tuple[str, bytes]] = []
-    for number, start in enumerate(range(0, len(samples), size)):
-        some, count = samples[start : start + size], 0
+    for number, start in enumerate(range(0, len(samples), 3)):
+        some, count = samples[start : start + 3], 0
         record: dict[str, Any] = {"images": [], "videos": []}
         for _, _, media in some:
             own = []

@@ -67,7 +67,7 @@ def task_encoder(checkpoint: Path, template: str | None, seq_length: int, **limi
     return VLMTaskEncoder(_GIVEN["args"])
 
 
-def tool_dialogues(root: Path, count: int = 12) -> Path:
+def tool_dialogues(root: Path) -> Path:
     """Dialogues on a picture, some with tools, some with a system message; two without a picture;
     and four that the layout cannot hold: an answer without loss, one that begins with a line
     break, an empty system message, a small picture."""
@@ -75,7 +75,7 @@ def tool_dialogues(root: Path, count: int = 12) -> Path:
     (root / "0.jpg").write_bytes(image_bytes(84, 56))
     (root / "small.jpg").write_bytes(image_bytes(300, 27))
     found = []
-    for i in range(count):
+    for i in range(12):
         messages = dialogue(f"<image>What is {i}?", "A number.", "Sure?", "Yes. " * (i + 1))
         record = {"messages": messages, "images": ["0.jpg"], "id": f"plain{i}"}
         if i % 3 == 0:

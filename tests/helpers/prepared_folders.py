@@ -76,10 +76,10 @@ def legacy_vqa_folder(path: Path, dataset_yaml: str = DATASET_YAML, packs: int =
     return write_folder(path, [dict(members[:half]), dict(members[half:])], dataset_yaml)
 
 
-def text_folder(path: Path, num_packs: int, first: int = 0) -> Path:
-    """Packs of one short text each; a pack's key says its place, from `first` on."""
+def text_folder(path: Path, num_packs: int) -> Path:
+    """Packs of one short text each; a pack's key says its place."""
     record = json.dumps({"images": [[]], "prompt": [["Say it."]], "captions": [["It."]]}).encode()
-    packs = {f"{i:02d}": {"json": record} for i in range(first, first + num_packs)}
+    packs = {f"{i:02d}": {"json": record} for i in range(num_packs)}
     return write_folder(path, [packs], DATASET_YAML)
 
 
@@ -107,10 +107,10 @@ def picture(rng: np.random.Generator) -> bytes:
     return image_bytes(width, height)
 
 
-def crude_folder(path: Path, count: int, *, shards: int = 2, seed: int = 0) -> Path:
+def crude_folder(path: Path, count: int, *, shards: int = 2) -> Path:
     """Dialogues with no picture, one, or two, in a folder declared as CrudeWebdataset; keys are
     numbers of five digits."""
-    rng, members = np.random.default_rng(seed), {}
+    rng, members = np.random.default_rng(0), {}
     for number in range(count):
         names = [f"img{i}.jpg" for i in range(number % 3)]
         prompt = "<image>\n" * len(names) + words(rng)

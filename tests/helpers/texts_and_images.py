@@ -5,7 +5,8 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,20 @@ def random_image(
     return buffer.getvalue()
 
 
-def random_side(rng: np.random.Generator, low: int = 28, high: int = 420) -> int:
-    return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+def random_side(rng: np.random.Generator) -> int:
+    return int(np.exp(rng.uniform(np.log(28), np.log(420))))
+
+
+@cache
+def odd_pictures() -> tuple[bytes, ...]:
+    """60 images of all sizes, modes and orientations, some of them very small or narrow."""
+    rng = np.random.default_rng(2)
+    sides = [(random_side(rng), random_side(rng)) for _ in range(48)]
+    sides += [tuple(rng.integers(4, 12, 2).tolist()) for _ in range(10)] + [(5, 400), (400, 5)]
+    turned = [*range(1, 9), *[None] * 8]
+    return tuple(
+        random_image(rng, *size, orientation=turned[i % 16]) for i, size in enumerate(sides)
+    )
 
 
 KINDS = ("one_image", "multi_image", "text_only", "chinese", "exif", "tiny", "extreme_aspect")
@@ -74,11 +87,6 @@ def random_sample(
     files = []
     for _ in range(num_images):
         width, height = random_side(rng), random_side(rng)
-        if kind == "tiny":
-            width, height = int(rng.integers(1, 12)), int(rng.integers(1, 12))
-        elif kind == "extreme_aspect":
-            width, height = int(rng.integers(3, 8)), int(rng.integers(300, 590))
-            width, height = (width, height) if rng.random() < 0.5 else (height, width)
         orientation = int(rng.integers(1, 9)) if kind == "exif" else None
         files.append(random_image(rng, width, height, orientation=orientation))
     names = tuple(f"{kind}_{index}_{i}.bin" for i in range(num_images))
@@ -162,13 +170,13 @@ class TypedTokens:
         except jinja2.TemplateError:
             return None
 
-    def ids(self, text: str, media: Callable[[str], list[int]] = lambda name: []) -> list[int]:
-        """The tokens of a text that `write` returned; `media`: those in the place of a medium."""
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text that `write` returned."""
         ids: list[int] = []
         plain = {"split_special_tokens": True, "add_special_tokens": False}
         for i, part in enumerate(self.pattern.split(text)):
             if i % 2:
-                ids += media(part) or [self.tokenizer.convert_tokens_to_ids(part)]
+                ids.append(self.tokenizer.convert_tokens_to_ids(part))
             elif part:
                 ids += self.tokenizer(self.shown(part), **plain)["input_ids"]
         return ids
@@ -229,7 +237,6 @@ def encoded_conversations(
     counts: Counter[str],
     *,
     seed: int,
-    special: Special = True,
 ) -> Iterator[tuple[SourceSample, list[int], Any, bool]]:
     """Conversations that the reference's encoder takes, with the reference's ids, as encoded, and
     whether control tokens are typed in them: in every third. They are measured as encoded. Counts
@@ -238,7 +245,7 @@ def encoded_conversations(
     header = read_image_header(io.BytesIO(image))
     for index in range(count):
         typed = index % 3 == 0
-        sample = random_conversation(rng, index, special=special if typed else False)
+        sample = random_conversation(rng, index, special=typed)
         expected = reference.ids(sample)
         try:
             encoded = encoder.encode(sample, [image] * len(sample.images))

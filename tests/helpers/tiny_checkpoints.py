@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
-from launch.model.config import transformers_classes
+from launch.model.config import tiny_config, transformers_classes
 from launch.model.megatron.weights import gather_weights, weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
@@ -34,65 +34,30 @@ SPECIAL = {
 TEXT = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
-    "intermediate_size": 256,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
 }
+#: By family: the width that its tower ends in, and patches of the size that `random_sample` draws.
 VISION: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 2},
-    "qwen2_5_vl": {
-        "depth": 4,
-        "hidden_size": 64,
-        "out_hidden_size": 128,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "fullatt_block_indexes": [1, 3],
-    },
-    "qwen3_vl": {
-        "depth": 3,
-        "hidden_size": 64,
-        "out_hidden_size": 128,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "patch_size": 14,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 2],
-    },
-}
-#: Fields of a family's text config that differ from TEXT.
-TEXT_OF: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {
-        "head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-    }
+    "qwen2_vl": {"hidden_size": 128},
+    "qwen2_5_vl": {"out_hidden_size": 128},
+    "qwen3_vl": {"out_hidden_size": 128, "patch_size": 14, "num_position_embeddings": 64},
 }
 
 
-def transformers_model(family: str, *, tied: bool, seed: int = 0) -> Any:
+def transformers_model(family: str, *, tied: bool) -> Any:
     """A model whose every weight counts."""
-    classes = transformers_classes(family)
-    text = TEXT | TEXT_OF.get(family, {})
-    config = classes.config(
-        text_config=text, vision_config=VISION[family], tie_word_embeddings=tied, **SPECIAL
-    )
-    return randomise(classes.model(config), seed)
+    config = tiny_config(family, TEXT, VISION[family], **SPECIAL, tie_word_embeddings=tied)
+    return randomise(transformers_classes(family).model(config))
 
 
 @torch.no_grad()
-def randomise(model: Any, seed: int = 0) -> Any:
+def randomise(model: Any) -> Any:
     """The model with weights N(0, 0.08²): with transformers' own initialisation a model hardly
     looks at its context, and a broken boundary would go unnoticed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.empty_like(parameter).normal_(0, 0.08, generator=generator)
         is_norm = parameter.ndim == 1 and name.endswith("weight")
@@ -168,11 +133,11 @@ ROWS: dict[str, list[tuple[int, list[tuple[int, ...]]]]] = {
 }
 
 
-def row_samples(reference: Any, name: str, seed: int = 1) -> list[EncodedSample]:
+def row_samples(reference: Any, name: str) -> list[EncodedSample]:
     """The sub-samples of a row in ROWS."""
     return [
-        random_sample(reference, num_text, grids, seed + i)
-        for i, (num_text, grids) in enumerate(ROWS[name])
+        random_sample(reference, num_text, grids, i)
+        for i, (num_text, grids) in enumerate(ROWS[name], 1)
     ]
 
 

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from launch.model.config import tiny_config, transformers_classes
-from task_encoders.families import FAMILIES
+from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample, Turn
@@ -139,6 +139,12 @@ def needs_family(family: str) -> None:
 def encoder_options(family: str) -> dict[str, Any]:
     """Options that make small images."""
     return _OPTIONS.get(family, _PIXELS)
+
+
+def encoder_of(folder: Path, **options: Any) -> Any:
+    """Build the encoder of the family that a folder is named by, of small images."""
+    family = folder.name
+    return build_sample_encoder(family, str(folder), **(encoder_options(family) | options))
 
 
 def encoded_samples(family: str, encoder: Any) -> list[EncodedSample]:

@@ -199,8 +199,8 @@ TEKKEN_SPECIAL: Final = (
 _TEKKEN_FILLERS: Final = 14  # <SPECIAL_26> and so on: room that Tekken leaves
 
 
-def save_tekken(folder: Path, template: str | None = None) -> None:
-    """A checkpoint folder, as far as texts go; without `template` it has none of its own."""
+def save_tekken(folder: Path) -> None:
+    """A checkpoint folder, as far as texts go, without a template of its own."""
     backend = byte_level_bpe(_TEKKEN_PATTERN, ["\n\n", "\n\n\n"])
     to_byte = byte_level_alphabet()
     by_id = sorted(backend.get_vocab().items(), key=lambda item: item[1])
@@ -233,5 +233,3 @@ def save_tekken(folder: Path, template: str | None = None) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     config = {"tokenizer_class": "TokenizersBackend", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)

@@ -1,6 +1,6 @@
 """The parts of every model family: options, an encoder, and its entry in FAMILIES.
 
-`measure` and `encode` go through `_layout`, so they cannot disagree; a family says what its
+`measure` and `encode` go through `_placed`, so they cannot disagree; a family says what its
 template, its media and its positions are.
 """
 
@@ -159,11 +159,6 @@ class ModelOptions(BaseModel):
                 f"family {self.family} has no built-in vocabulary; name a checkpoint folder or a "
                 "hub name as processor"
             )
-
-    @classmethod
-    def own(cls) -> list[str]:
-        """List the options that not every family has."""
-        return [name for name in cls.model_fields if name not in ModelOptions.model_fields]
 
     @classmethod
     def changes_lengths(cls, name: str) -> bool:
@@ -352,14 +347,17 @@ class FamilyEncoder(ABC):
         ids = [token for span in self.medium_spans(medium) for token in span.ids]
         names |= {name for name, is_control in self.tokenizer.spell(ids) if is_control}
         for task in ("captioning", "bmr"):
-            sample = SourceSample("", task, (Turn("a", "b"),))
-            names |= _control_names(self.render(sample, [1.0]))
+            for piece in self.render(SourceSample("", task, (Turn("a", "b"),)), [1.0]):
+                parts = piece.pieces if isinstance(piece, Fixed) else (piece,)
+                names |= {part.token for part in parts if isinstance(part, Control)}
         return frozenset(names)
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
         spelled = sorted(self.options.control_tokens)
+        names = [n for n in type(self.options).model_fields if n not in ModelOptions.model_fields]
+        names += ["max_video_frames"] * self.takes_videos
         return {
             "family": self.LENGTHS_OF,
             "template": self.TEMPLATE_VERSION,
@@ -367,7 +365,7 @@ class FamilyEncoder(ABC):
             "max_image_pixels": self.max_image_pixels,
             **{
                 name: self.options.stored(name)
-                for name in (*self.options.own(), *["max_video_frames"] * self.takes_videos)
+                for name in names
                 if self.options.changes_lengths(name) and name in self.options.model_dump()
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
@@ -502,13 +500,14 @@ class FamilyEncoder(ABC):
         ]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
-        spans = self._layout(sample, of_images, of_videos)
+        placed = [*self._placed(sample, of_images, of_videos)]
+        spans = [span for _, own in placed for span in own]
         tokens, loss_weights = tokens_and_weights(spans)
         video_end = getattr(self.options, "video_end", "longer_side")
         if self.VIDEOS_AS_IMAGES and videos:  # in the order of their tokens
             stills, clips = iter(image_rows), iter(video_rows)
             image_rows, video_rows = [], []
-            for part in self.parts(sample):
+            for part, _ in placed:
                 if isinstance(part, Image):
                     image_rows.append(next(stills))
                 elif isinstance(part, Video):
@@ -561,24 +560,14 @@ class FamilyEncoder(ABC):
         is_open = sample.turns[-1].truncated and sample.task != "captioning"
         return without_end(pieces) if is_open else pieces
 
-    def _layout(
-        self,
-        sample: SourceSample,
-        images: Sequence[Iterable[Span]],
-        videos: Sequence[Iterable[Span]],
-    ) -> list[Span]:
-        """Return the sample's tokens as spans in order, with the given spans of its media in their
-        places. Raises SampleError."""
-        placed = self._placed(sample, images, videos)
-        return [span for _, own in placed for span in own]
-
     def _placed(
         self,
         sample: SourceSample,
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
     ) -> Iterator[tuple[Piece, Sequence[Span]]]:
-        """Yield the pieces of a sample, each with its spans; see `_layout`."""
+        """Yield the pieces of a sample in order, each with its tokens as spans: those given of its
+        media in their places. Raises SampleError."""
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
         for part in self.parts(sample):
@@ -588,17 +577,6 @@ class FamilyEncoder(ABC):
                 yield part, [*next(of_videos)]
             else:
                 yield part, self.texts.spans(part)
-
-
-def _control_names(pieces: Iterable[Piece]) -> set[str]:
-    """Collect the control tokens among pieces."""
-    found = set[str]()
-    for piece in pieces:
-        if isinstance(piece, Control):
-            found.add(piece.token)
-        elif isinstance(piece, Fixed):
-            found |= _control_names(piece.pieces)
-    return found
 
 
 def _first_with_media(sample: SourceSample) -> int:

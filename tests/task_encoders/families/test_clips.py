@@ -14,8 +14,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.identity import digest_sample, hash_content, hash_sample
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import to_json
-from offline_packing.verify.verify import verify
-from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families import FAMILIES
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import PackedSubSample, pack_json
@@ -23,8 +22,8 @@ from task_encoders.records.record import load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.samples.medium_options import MediumOptions, read_options
 from tests.helpers.clips import clip_of, draw_options, frame_range
-from tests.helpers.datasets import index_rows, make_run, pack_all
-from tests.helpers.tiny_families import encoder_options, needs_family
+from tests.helpers.datasets import pack_all
+from tests.helpers.tiny_families import encoder_of, needs_family
 from tests.scenarios import SCENARIOS
 from tests.world import World
 
@@ -33,15 +32,11 @@ SMALL = {"video_min_pixels": 4 * 32**2, "video_max_pixels": 40 * 32**2}
 CLIP = MediumOptions(video_start=1, video_end=2.5)
 
 
-def built(world: World, family: str, **options: Any) -> Any:
-    has_own = family in ("qwen3_5", "llava_1_5") or family not in READING
-    folder = str(world.tokenizer(family)) if has_own else "builtin"
-    return build_sample_encoder(family, folder, **options)
-
-
 @pytest.mark.parametrize("family", READING)
 def test_frames_and_sizes_follow_the_rule(family: str, world: World) -> None:
-    encoder = built(world, family, **SMALL, min_pixels=4 * 32**2, max_pixels=50 * 32**2)
+    encoder = encoder_of(
+        world.tokenizer(family), **SMALL, min_pixels=4 * 32**2, max_pixels=50 * 32**2
+    )
     rng = np.random.default_rng(3)
     set_aside = 0
     for _ in range(300):
@@ -66,13 +61,13 @@ def test_frames_and_sizes_follow_the_rule(family: str, world: World) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_read_no_options_set_the_sample_aside(family: str, world: World) -> None:
     needs_family(family)
-    encoder = built(world, family, **encoder_options(family))
+    encoder = encoder_of(world.tokenizer(family))
     image = SourceSample("a", "vqa", (Turn("q", "a"),), ("i",))
     asked = replace(image, options=(MediumOptions(max_pixels=12 * 28**2),))
     if family in READING:
         sizes = [(400, 400)]
         assert encoder.measure(asked, sizes).grid_thw < encoder.measure(image, sizes).grid_thw
-        limited = built(world, family, **{**encoder_options(family), "max_pixels": 12 * 28**2})
+        limited = encoder_of(world.tokenizer(family), max_pixels=12 * 28**2)
         assert encoder.measure(asked, sizes) == limited.measure(image, sizes)
         assert encoder.for_medium(MediumOptions()) is encoder
     else:
@@ -175,18 +170,3 @@ def test_what_cannot_hold_options_refuses_them(world: World, tmp_path: Path) -> 
     for kind in ("raw", "nemo"):
         with pytest.raises(StageError, match="options of single images or videos"):
             export(run.workspace.root, tmp_path / kind, kind)
-
-
-def test_packs_of_clips_are_packed_again_alike(world: World, tmp_path: Path) -> None:
-    """Also by their index."""
-    first = SCENARIOS["clips"].run(world, tmp_path / "out", pack={"share_prefixes": False})
-    pack_all(first)
-    expected = sorted(row["num_tokens"] for row in index_rows(first))
-    for kind in ("packs", "index"):
-        source = {"format": kind, "path": str(tmp_path / "out")}
-        source |= {"task": "bmr"} if kind == "packs" else {}
-        model = first.config.model.model_dump()
-        run = make_run(source, tmp_path / kind, model=model, pack={"seq_length": 384})
-        pack_all(run)
-        assert sorted(row["num_tokens"] for row in index_rows(run)) == expected
-        assert verify(run, deep=True).problems == []

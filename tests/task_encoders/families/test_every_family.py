@@ -12,18 +12,21 @@ import pytest
 import torch
 
 from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families.base.spans import tokens_and_weights
 from task_encoders.model_inputs import media_kwargs, segment_kwargs
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn, split_at_media
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.texts_and_images import random_documents, random_image
-from tests.helpers.tiny_families import STILL, encoder_options, tiny_model
+from tests.helpers.tiny_families import STILL, encoder_of, tiny_model
 
-#: Control tokens in front of a caption.
-NUM_STARTS = {
-    **dict.fromkeys(("llava_1_5", "mistral3", "gemma4", "gemma4_unified"), 1),
-    **dict.fromkeys(("glm4v", "glm46v"), 2),
+#: What is before and after a caption.
+AROUND = {
+    "llava_1_5": (["<s>"], "\n"),
+    "mistral3": (["<s>"], "</s>"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), (["<bos>"], "<eos>")),
+    **dict.fromkeys(("glm4v", "glm46v"), (["[gMASK]", "<sop>"], "<|endoftext|>")),
 }
 #: Pairs of a family whose pixels have a row per image.
 ROWS_ARE_IMAGES = {"llava_1_5": {"patches", "patches of the grids"}}
@@ -35,8 +38,8 @@ SAMPLES = 300 if os.environ.get("FUZZED_SAMPLES") else 12
 def spelled(encoder: Any, sample: SourceSample, media: dict[str, list[Sequence[int]]]) -> list[int]:
     """Ids of the whole text, tokenized at once, with its `media` as control tokens."""
     tokenizer = checkpoint_tokenizer(str(encoder.options.processor))
-    is_llava = encoder.options.family == "llava_1_5"
-    text = sample.turns[0].answer + "\n" * is_llava
+    start, end = AROUND.get(encoder.options.family, ([], "<|im_end|>"))
+    text = sample.turns[0].answer + end
     for kind, names in (("<video>", sample.videos), ("<image>", sample.images)):
         if kind not in text:
             text = kind * len(names) + text
@@ -45,35 +48,23 @@ def spelled(encoder: Any, sample: SourceSample, media: dict[str, list[Sequence[i
     for i in range(1, len(parts), 2):
         own = list(next(marks[parts[i]]))
         parts[i] = tokenizer.decode(own, spaces_between_special_tokens=False)
-    start = "<s>" if is_llava else "".join(one.token for one in encoder.CAPTION_START)
-    end = "" if is_llava else encoder.CAPTION_END.token
-    ids: list[int] = tokenizer("".join([start, *parts, end]), add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer("".join([*start, *parts]), add_special_tokens=False)["input_ids"])
 
 
 def media_ids(encoder: Any, files: list[bytes], clips: list[bytes]) -> dict[str, list[Any]]:
     """Tokens of each image and each video."""
-    found: dict[str, list[Any]] = {"<image>": [], "<video>": []}
     images = [encoder.encode_image(encoder.decode_image(data))[1] for data in files]
     videos = [encoder.encode_video(data)[1] for data in clips]
-    for kind, media in (("<image>", images), ("<video>", videos)):
-        for medium in media:
-            spans = encoder.medium_spans(medium)
-            ids = [
-                token
-                for span in spans
-                for token in (
-                    list(span.ids) * span.num_tokens if len(span.ids) == 1 else list(span.ids)
-                )
-            ]
-            found[kind].append(ids)
-    return found
+    return {
+        kind: [tokens_and_weights([*encoder.medium_spans(one)])[0].tolist() for one in media]
+        for kind, media in (("<image>", images), ("<video>", videos))
+    }
 
 
 def test_documents(folder: Path) -> None:
     """Media carry no loss and all text does; what is measured and stored is what is encoded."""
     family = folder.name
-    encoder: Any = build_sample_encoder(family, str(folder), **encoder_options(family))
+    encoder = encoder_of(folder)
     placed = 0
     for sample, files, clips in random_documents(SAMPLES, takes_videos=family not in NO_CLIPS):
         encoded = encoder.encode(sample, files, clips)
@@ -82,8 +73,8 @@ def test_documents(folder: Path) -> None:
         assert encoded.tokens.tolist() == ids, sample
         before = {one[0] for some in media.values() for one in some}
         of_media = sum(len(one) for some in media.values() for one in some)
-        untrained = of_media + NUM_STARTS.get(family, 0)
-        untrained += not NUM_STARTS.get(family) and encoded.tokens[0] not in before
+        num_starts = len(AROUND.get(family, ([], ""))[0])
+        untrained = of_media + (num_starts or encoded.tokens[0] not in before)
         assert (encoded.labels != IGNORE_INDEX).sum() == len(ids) - untrained
         unlike = unequal(own_pairs(encoder, sample, files, clips, encoded))
         assert set(unlike) <= ROWS_ARE_IMAGES.get(family, set())
@@ -94,10 +85,7 @@ def test_documents(folder: Path) -> None:
 def test_loss_after_media(folder: Path) -> None:
     """`loss_on: after_media`: of a document what follows its first picture, of a conversation the
     answers from the first turn with one on; everything where there is none."""
-    family = folder.name
-    options = {**encoder_options(family), "loss_on": "after_media"}
-    encoder: Any = build_sample_encoder(family, str(folder), **options)
-    usual: Any = build_sample_encoder(family, str(folder), **encoder_options(family))
+    encoder, usual = encoder_of(folder, loss_on="after_media"), encoder_of(folder)
     image = random_image(np.random.default_rng(0), 60, 60)
     document = SourceSample(
         "d", "captioning", (Turn("", "Two words.<image>And <image>."),), ("a", "b")
@@ -124,7 +112,7 @@ TURNS = (Turn("<image>What is it?", "A circle."), Turn("And its colour?", "It is
 
 
 def test_no_end_token_follows_a_truncated_answer(folder: Path) -> None:
-    encoder = build_sample_encoder(folder.name, str(folder), **encoder_options(folder.name))
+    encoder = encoder_of(folder)
     whole = SourceSample("a", "bmr", TURNS, ("a.jpg",), "Be kind.")
     ids = encoder.encode(whole, [image_bytes()]).tokens.tolist()
     sample = replace(whole, turns=(TURNS[0], replace(TURNS[1], truncated=True)))
@@ -153,7 +141,7 @@ def test_the_model_takes_a_blank_image(folder: Path) -> None:
     family = FAMILIES[folder.name]
     if not family.transformers_name:
         pytest.skip("it has no model in transformers")
-    encoder: Any = build_sample_encoder(folder.name, str(folder), **encoder_options(folder.name))
+    encoder = encoder_of(folder)
     model = tiny_model(folder.name, encoder.media_token_ids).eval()
     blank = family.build.blank_image(model.config)
     layout = family.build.IMAGE_LAYOUT

@@ -27,12 +27,6 @@ Options = dict[str, Any]
 Rule = Callable[[int, float, int, int], tuple[list[int], Any]]
 
 
-def built(world: World, family: str, options: Options) -> Any:
-    needs_family(family)
-    folder = "builtin" if family == "qwen3_vl" else str(world.tokenizer(family))
-    return build_sample_encoder(family, folder, **options)
-
-
 def resized(options: Any, count: int, height: int, width: int, kind: str = "") -> Any:
     """Rows and columns of so many frames by transformers, or None; `kind`: of the limits."""
     limits = (getattr(options, f"{kind}{end}_pixels") for end in ("min", "max"))
@@ -80,7 +74,9 @@ def image_grid(encoder: Any, height: int, width: int) -> Any:
     ],
 )
 def test_images(family: str, options: Options, world: World) -> None:
-    encoder, rng = built(world, family, options), np.random.default_rng(0)
+    needs_family(family)
+    encoder: Any = build_sample_encoder(family, str(world.tokenizer(family)), **options)
+    rng = np.random.default_rng(0)
     side = options.get("longest_edge", 448)
     sides = np.exp(rng.uniform(0, np.log(8000), (SAMPLES, 2))).astype(int)
     sides[::5] = side * rng.integers(1, 7, sides[::5].shape)  # ratios of several arrangements
@@ -145,8 +141,9 @@ def video_rule(encoder: Any) -> Rule:
 def test_videos(family: str, options: Options, world: World) -> None:
     if family == "qwen3_vl":
         needs_transformers("5.15", "refuses narrow videos")
-    encoder, rng = built(world, family, options), np.random.default_rng(7)
-    rule, outcomes = video_rule(encoder), set()
+    needs_family(family)
+    encoder: Any = build_sample_encoder(family, str(world.tokenizer(family)), **options)
+    rng, rule, outcomes = np.random.default_rng(7), video_rule(encoder), set()
     for _ in range(SAMPLES):
         fps = float(rng.choice([rng.uniform(0.2, 120), 23.976, 24, 25, 30, 60, 1]))
         total = 2 + int(np.exp(rng.uniform(-2, np.log(20_000))))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,41 +135,48 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def counted(family: str) -> tuple[dict[str, int], ModelCost]:
-    """Operations of each module of a tiny model, as torch counts them, and what it should cost:
-    12 tokens of text, and one picture of 8 x 8 patches."""
-    every_layer = {"fullatt_block_indexes": [0, 1]} if family == "qwen2_5_vl" else {}
-    config = tiny_config(
-        family,
-        {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None},
-        every_layer,
-    )
+def counted(
+    family: str, tower: Callable[[Any], Any], **sizes: Any
+) -> tuple[Callable[[str], int], ModelCost]:
+    """Sum the operations that torch counts in modules of a name, of 12 tokens of text and of one
+    picture that `tower` shows to the tiny model, and return what it should cost."""
+    text = {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None, **sizes}
+    vision = {"fullatt_block_indexes": [0, 1]} if family == "qwen2_5_vl" else {}
+    config = tiny_config(family, text, vision)
     config._attn_implementation = "eager"
     model = transformers_classes(family).model(config).eval()
-    vision = model.model.visual
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.arange(12)[None])
-        size = vision.config.in_channels * vision.config.temporal_patch_size
-        vision(
-            torch.zeros(64, size * vision.config.patch_size**2),
-            grid_thw=torch.tensor([[1, 8, 8]]),
-        )
+        before = counter.get_total_flops()
+        tower(model.model)
     sums = {name: sum(own.values()) for name, own in counter.get_flop_counts().items()}
-    parts = (config.text_config.to_dict(), config.vision_config.to_dict())
-    return sums, cost_of_sizes("tiny", *parts)
+    sums["all of the tower"] = counter.get_total_flops() - before
+
+    def sum_of(pattern: str) -> int:
+        return sum(flops for name, flops in sums.items() if re.search(f"(?:{pattern})$", name))
+
+    return sum_of, cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
+
+
+def show_patches(model: Any) -> None:
+    """Show 8 x 8 patches."""
+    config = model.visual.config
+    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    model.visual(torch.zeros(64, size), grid_thw=torch.tensor([[1, 8, 8]]))
+
+
+def show_places(model: Any, rows: int, columns: int, size: int) -> None:
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))[None]
+    model.get_image_features(torch.zeros(1, rows * columns, size), places)
 
 
 @pytest.mark.parametrize("family", COUNTED)
 def test_operations_are_those_that_torch_counts(family: str) -> None:
-    found, cost = counted(family)
-
-    def sum_of(pattern: str) -> int:
-        return sum(flops for name, flops in found.items() if re.fullmatch(pattern, name))
-
+    sum_of, cost = counted(family, show_patches)
     full = dataclasses.replace(cost.language, causal=False)  # the eager kernel masks afterwards
-    language = sum_of(r"\w+\.model\.language_model\.layers\.\d+") + sum_of(r"\w+\.lm_head")
+    language = sum_of(r"language_model\.layers\.\d+") + sum_of(r"\.lm_head")
     assert dataclasses.replace(cost, language=full).language_flops(12) == language
-    tower = sum_of(r"\w+\.model\.visual\.(blocks\.\d+|downsample|merger|deepstack_\w+\.\d+)")
+    tower = sum_of(r"\.visual\.(blocks\.\d+|downsample|merger|deepstack_\w+\.\d+)")
     assert cost.tower_flops(64) == tower
 
 
@@ -176,22 +184,9 @@ def test_operations_of_gemma_are_nearly_those_that_torch_counts() -> None:
     """All of the tower's. Of the language model's, the wider heads of its full layers count in the
     scores alone, and windows as they are."""
     needs_family("gemma4")
-    text = {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None}
-    config = tiny_config("gemma4", text | {"enable_moe_block": False})
-    config._attn_implementation = "eager"
-    model = transformers_classes("gemma4").model(config).eval()
-    places = torch.cartesian_prod(torch.arange(6), torch.arange(6))[None]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=torch.arange(12)[None])
-        model.model.get_image_features(torch.zeros(1, 36, 768), places)
-    sums = {name: sum(own.values()) for name, own in counter.get_flop_counts().items()}
-
-    def sum_of(pattern: str) -> int:
-        return sum(flops for name, flops in sums.items() if re.search(pattern, name))
-
-    cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
-    assert cost.tower_flops(36) == sum_of(r"vision_tower\.encoder\.layers\.\d+$|embed_vision$")
-    language = sum_of(r"language_model\.layers\.\d+$") + sum_of(r"\.lm_head$")
+    sum_of, cost = counted("gemma4", lambda m: show_places(m, 6, 6, 768), enable_moe_block=False)
+    assert cost.tower_flops(36) == sum_of(r"vision_tower\.encoder\.layers\.\d+|embed_vision")
+    language = sum_of(r"language_model\.layers\.\d+") + sum_of(r"\.lm_head")
     assert cost.language_flops(12) == pytest.approx(language, rel=0.07)
     short, long = cost.language_flops(np.array([4096, 8192]), 0)
     quadratic = dataclasses.replace(cost.language, window=0, num_quadratic_layers=4).flops(8192)
@@ -201,14 +196,8 @@ def test_operations_of_gemma_are_nearly_those_that_torch_counts() -> None:
 
 def test_gemma_12b_has_no_tower() -> None:
     needs_family("gemma4_unified")
-    text = {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None}
-    config = tiny_config("gemma4_unified", text)
-    model = transformers_classes("gemma4_unified").model(config).eval()
-    places = torch.cartesian_prod(torch.arange(2), torch.arange(3))[None]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.model.get_image_features(torch.zeros(1, 6, 3 * 48**2), places)
-    cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
-    assert cost.tower_flops(6) == counter.get_total_flops() > 0
+    sum_of, cost = counted("gemma4_unified", lambda m: show_places(m, 2, 3, 3 * 48**2))
+    assert cost.tower_flops(6) == sum_of("all of the tower") > 0
 
 
 @pytest.mark.parametrize("family", USUAL)
