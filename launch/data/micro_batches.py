@@ -19,8 +19,7 @@ from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
 from launch.config import DataConfig, OnlineConfig
-from launch.data.broadcast import broadcast_batch
-from launch.data.even_rows import EvenRows
+from launch.data.broadcast import EvenRows, broadcast_batch
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import distributed
 
 from launch.config import LaunchConfig
-from launch.data.even_rows import EvenRows
+from launch.data.broadcast import EvenRows
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of

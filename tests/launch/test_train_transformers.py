@@ -159,10 +159,10 @@ def test_a_sharded_run_is_resumed(family: str, own: list[str], case: Case, tmp_p
     """It trains as one rank; stopped and resumed, as if nothing had happened; and on other ranks to
     rounding."""
     arguments = partial(command, case(family), family=family)
-    own += ["schedule={learning_rate: 1e-4, decay: constant, warmup: 0}"]
-    own += ["batch.global_batch_packs=4"]
-    sharded = [*own, "model.fsdp=true"]
-    train(arguments(tmp_path / "one", *own))
+    options = [*own, "schedule={learning_rate: 1e-4, decay: constant, warmup: 0}"]
+    options.append("batch.global_batch_packs=4")
+    sharded = [*options, "model.fsdp=true"]
+    train(arguments(tmp_path / "one", *options))
     run_ranks(2, tmp_path / "a", run_here, arguments(tmp_path / "two", *sharded))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-4

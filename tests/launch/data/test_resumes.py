@@ -21,44 +21,25 @@ from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.object_store import ObjectStore
-from tests.helpers.packed_runs import SEQ_LENGTH, WHOLE_VOCABULARY, make_config
+from tests.helpers.packed_runs import WHOLE_VOCABULARY, make_config
 from tests.helpers.prepared_folders import blend_of
 
-#: How packs were written: options of packing and of the output.
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "equal_cost": ({"order": {"num_ranks": 4, "num_workers": 2}}, {}),
-    "refer": ({}, {"media": "refer"}),
-}
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kinds")
-
-
 @pytest.fixture
-def packed(kind: str, root: Path, folder: Path, request: pytest.FixtureRequest) -> str:
+def packed(kind: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     if kind == "blend":  # of two tasks, which no variable names
         request.getfixturevalue("monkeypatch").delenv("OFFLINE_PACKING_BMR")
         parts = [folder, request.getfixturevalue("captions")]
-        return str(blend_of(root / "blend.yaml", parts, epochs=1))
+        return str(blend_of(tmp_path / "blend.yaml", parts, epochs=1))
     if kind == "remote":
         store: ObjectStore = request.getfixturevalue("object_store")
         bucket: str = request.getfixturevalue("bucket")
         store.put_folder(folder, f"{bucket}/packs")
         return f"{bucket}/packs"
-    if kind not in KINDS:
-        return str(folder)
-    if not (root / kind).exists():
-        pairs = mixed_pairs(root / "pairs", 60)
-        source = {"format": "pairs", "path": str(pairs), "task": "bmr"}
-        pack, output = KINDS[kind]
-        pack = {"seq_length": SEQ_LENGTH, **pack}
-        pack_all(make_run(source, root / kind, pack=pack, output=output))
-    return str(root / kind)
+    return str(folder)
 
 
 @contextmanager
@@ -83,10 +64,7 @@ def running(
 
 @pytest.mark.parametrize(
     ("kind", "order"),
-    [
-        *((kind, "written") for kind in ["tars", *KINDS, "remote", "blend"]),
-        *((kind, "balanced") for kind in ("tars", "equal_cost")),
-    ],
+    [("tars", "written"), ("tars", "balanced"), ("remote", "written"), ("blend", "written")],
 )
 def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> None:
     rng = np.random.default_rng([len(kind), len(order)])

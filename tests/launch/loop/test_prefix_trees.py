@@ -10,8 +10,7 @@ import torch
 from torch import distributed
 
 from launch.config import LaunchConfig
-from launch.data.broadcast import broadcast_batch
-from launch.data.even_rows import EvenRows
+from launch.data.broadcast import EvenRows, broadcast_batch
 from launch.loop import setup
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel

@@ -275,11 +275,13 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
 
 
 def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
-    stages: list[str], tmp_path: Path
+    stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass over half of a dataset, without repeating: fewer steps than its packs would take."""
+    """A pass over half of a dataset, without repeating: fewer steps than its packs would take. One
+    environment cannot name the tasks of all stages: that they are packs is enough."""
+    monkeypatch.delenv("OFFLINE_PACKING_BMR")
     half = blend_of(tmp_path / "half.yaml", [f"path: {stages[0]}, repetitions: 0.5"])
-    paths = [str(half), *stages[1:]]
+    paths = [str(half), str(captioning_folder(tmp_path / "captions", 12)), stages[2]]
     sizes = [len(PackedFolder(path)) for path in paths]
     data = {"repeat": False}
     trainer, seen, _ = make_trainer(config_of(paths[:2], tmp_path / "run", data=data))
@@ -293,35 +295,15 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     assert len(keys) == sizes[2]
 
 
-def test_stages_of_several_tasks(
-    stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One environment cannot name them: that they are packs is enough, as for a blend."""
-    monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    captions = str(captioning_folder(tmp_path / "captions", 8))
-    trainer, seen, _ = make_trainer(config_of([captions, stages[2]], tmp_path / "run"))
-    assert trainer.run()
-    assert {*seen.keys} == {p.key for path in (captions, stages[2]) for p in PackedFolder(path)}
-
-
-NAMES = ("short", "long")
-
-
 def index_of(root: Path) -> Path:
-    """An index of two sources."""
-    own = {"format": "pairs", "task": "bmr"}
-    sources = [
-        own | {"name": name, "path": str(mixed_pairs(root / name, 90, seed))}
-        for seed, name in enumerate(NAMES)
-    ]
-    measure(make_run(sources, root / "all"))
+    source = {"format": "pairs", "task": "bmr", "path": str(mixed_pairs(root / "source", 180))}
+    measure(make_run(source, root / "all"))
     return root / "all"
 
 
 def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = ()) -> Run:
-    own = {"format": "index", "path": str(index), "skip": skip}
-    sources = [own | {"name": name} for name in NAMES]
-    return make_run(sources, output, pack={"seq_length": seq_length})
+    source = {"format": "index", "path": str(index), "skip": skip}
+    return make_run(source, output, pack={"seq_length": seq_length})
 
 
 def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
