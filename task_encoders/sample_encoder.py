@@ -17,7 +17,7 @@ from task_encoders.samples import IGNORE_INDEX
 
 
 class Prefix(NamedTuple):
-    """Beginning of a sample that others may share (see `rows.trees`): all up to its last leading
+    """Beginning of a sample that others may share (see `as_tree`): all up to its last leading
     medium, without loss. Leading media are the first one, and media after it with nothing of the
     sample's own text between them."""
 
