@@ -91,11 +91,12 @@ class EnergonSource(WebDatasetSource):
         declared = description.get("sample_type") or description
         sample_type = str(declared.get("__class__"))
         field_map = description.get("field_map")
-        if sample_type not in _SAMPLE_TYPES or not isinstance(field_map, dict):
+        places = field_map.values() if isinstance(field_map, dict) else [None]
+        if sample_type not in _SAMPLE_TYPES or not all(isinstance(one, str) for one in places):
             raise StageError(
                 f"{self.root.path('.nv-meta/dataset.yaml')}: sample_type {sample_type!r} without "
-                f"a field_map, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read packs with "
-                "format packs, anything else with format webdataset and source.fields"
+                f"a field_map of names, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read packs "
+                "with format packs, anything else with format webdataset and source.fields"
             )
         pickled = {"videos", "audio"} & field_map.keys() or {field_map.get("imgs")} & {*_PICKLED}
         if pickled:
@@ -104,10 +105,10 @@ class EnergonSource(WebDatasetSource):
                 "pickles or sound, which are not read; convert from what the shards were made of"
             )
         image = field_map.get("imgs", field_map.get("image", "jpg"))
-        self._image_places = _parse_places(str(image))
+        self._image_places = _parse_places(image)
         for field, name in _SAMPLE_TYPES[sample_type].items():
             if field in field_map:
-                self._text_places[name] = _parse_places(str(field_map[field]))
+                self._text_places[name] = _parse_places(field_map[field])
 
     def scan(self, samples_per_part: int) -> Scan:
         scan = super().scan(samples_per_part)
@@ -157,7 +158,7 @@ class EnergonSource(WebDatasetSource):
         """Return the tars of the split, in order."""
         splits, split = splits if isinstance(splits, dict) else {}, self._split
         if not splits.get(split):
-            filled = ", ".join(name for name, names in splits.items() if names)
+            filled = ", ".join(str(name) for name, names in splits.items() if names)
             raise StageError(
                 f"{self.root.path('.nv-meta/split.yaml')} has no tars in a split {split!r}; set "
                 f"source.split to one of: {filled or 'none, as all are empty: energon prepare it'}"

@@ -295,6 +295,11 @@ REFUSED: dict[str, tuple[str, dict[str, bytes], str]] = {
         {DATASET: b"__class__: ChatMLWebdataset\nfield_map: {imgs: jpgs}\n"},
         "field_map names 'jpgs', pickles or sound",
     ),
+    "lists_of_fields": (
+        "energon",
+        {DATASET: b"__class__: ChatMLWebdataset\nfield_map: {imgs: [jpg]}\n"},
+        "without a field_map of names",
+    ),
     "sample_loader": ("energon", {DATASET: LOADED}, "'VQASample' without a field_map"),
     "unknown_sample_type": (
         "energon",

@@ -178,7 +178,7 @@ BAD_SPLITS = [
     ),
     *(
         (f"split_parts: {one}", r"has no tars in a split 'train'; set source\.split to")
-        for one in ("[a.tar]", "7", "{val: [b.tar]}", "{train: []}")
+        for one in ("[a.tar]", "7", "{val: [b.tar]}", "{2: [b.tar]}", "{train: []}")
     ),
     *((f'split_parts: {{train: ["{one}"]}}', "split_parts.train: ") for one in ENDLESS),
     ("split_parts: {train: [%s]}" % ("[" * 3000 + "]" * 3000), ""),
