@@ -1,7 +1,6 @@
 """The scripts, and what they start: variables and arguments, signals, what is left on disk, and
 mistakes in one line."""
 
-import logging
 import os
 import signal
 import socket
@@ -15,13 +14,10 @@ import pytest
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from transformers import Qwen3VLForConditionalGeneration
 
-from launch.config import load_config
 from launch.loop.metrics import read_metrics
-from launch.loop.setup import run
 from launch.start import lonely_nodes, main
-from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.formats import write_file
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
 from tests.helpers.rank_processes import free_port
@@ -262,21 +258,3 @@ def test_packs_without_a_val_split(
     assert main(arguments) == 0
     assert f"validation is off: {packed} has no packs in its val" in caplog.text
     assert "validation={}" in started
-
-
-@pytest.mark.usefixtures("bmr")
-def test_a_family_without_a_built_in_processor_is_trained_and_exported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data", 12)), "task": "bmr"}
-    model = {"family": "qwen3_vl", "processor": "builtin", "max_pixels": 65536}
-    pack_all(make_run(source, tmp_path / "packed", model=model, pack={"seq_length": 256}))
-    small = [one for one in SMALL if not one.startswith("model")]
-    arguments = [f"data.path={tmp_path / 'packed'}", f"output.path={tmp_path / 'out'}", *small]
-    caplog.set_level(logging.INFO)
-    config = load_config(SFT, [*arguments, "model.family=qwen3_vl", "train.iterations=1"])
-    assert run(config) == 0
-    told, step = (caplog.text.index(text) for text in ("hf/ will contain no tokenizer", "step 1/1"))
-    assert told < step
-    trained = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "hf")
-    assert all(parameter.isfinite().all() for parameter in trained.parameters())

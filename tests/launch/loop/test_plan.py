@@ -218,6 +218,7 @@ SLOW = "schedule.learning_rate=1e-05 times model.lora.alpha / rank 2 hardly move
     [
         (LaunchConfig, {"validation": {"limit": 3}}, "validation.limit=3 without validation.every"),
         (LaunchConfig, {}, "random weights, in the sizes of model.preset=tiny"),
+        (LaunchConfig, {"model": {"family": "qwen3_vl"}}, "hf/ will contain no tokenizer"),
         (TransformersConfig, LORA, SLOW),  # the default rate with the default alpha / rank
     ],
 )

@@ -102,6 +102,9 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
     assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
     assert (tmp_path / "target" / "preprocessor_config.json").is_file()
+    other = build_model(ModelConfig(family="qwen3_vl"), device=device)  # without such files
+    other.save_hf_checkpoint(tmp_path / "other")
+    transformers_classes("qwen3_vl").model.from_pretrained(tmp_path / "other")
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
