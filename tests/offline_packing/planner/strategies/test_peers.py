@@ -219,16 +219,6 @@ def documented_phases() -> list[dict[str, Any]]:
     return yaml.safe_load(next(printed))["pack"]["strategy_options"]["phases"]
 
 
-@pytest.mark.parametrize("phases", [[], documented_phases(), [{"kind": "seeds"}]])
-@given(case=lengths_and_capacity(), seed=st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
-def test_every_sample_once_no_pack_over_capacity(phases, case, seed):
-    lengths, capacity = np.array(case[0], np.int32), case[1]
-    packs = as_lists(hash_bucket(lengths, capacity, seed=seed, phases=phases))
-    assert sorted(sample for pack in packs for sample in pack) == list(range(len(lengths)))
-    assert all(lengths[pack].sum() <= capacity for pack in packs)
-
-
 def test_kinds_rules_and_fields_are_documented():
     _, section = PAGE.split("### Phases of `hash_bucket`\n")
     section = section.split("\n## ")[0]
