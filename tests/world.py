@@ -18,12 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import (
-    hash_bytes,
-    to_json,
-    wait_for_lock,
-    write_atomically,
-)
+from offline_packing.storage.files import hash_bytes, to_json, wait_for_lock, write_atomically
 from offline_packing.verify.verdict import file_stamp
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers import formats

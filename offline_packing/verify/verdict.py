@@ -33,11 +33,7 @@ from offline_packing.runs.artifacts import config_fingerprint, library_versions,
 from offline_packing.runs.manifest import require_manifest, stored_config
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources.roots.roots import MediaRoot
-from offline_packing.storage.files import (
-    hash_bytes,
-    remove_path,
-    to_json,
-)
+from offline_packing.storage.files import hash_bytes, remove_path, to_json
 from offline_packing.storage.receipts import (
     STAGES,
     Receipt,

@@ -26,12 +26,7 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from tests.helpers import formats
 from tests.helpers.command import invoke
-from tests.helpers.datasets import (
-    config_file,
-    make_run,
-    pack_all,
-    packed_run,
-)
+from tests.helpers.datasets import config_file, make_run, pack_all, packed_run
 from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.object_store import ObjectStore
 from tests.world import World, task_encoder
