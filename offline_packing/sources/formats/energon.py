@@ -95,8 +95,8 @@ class EnergonSource(WebDatasetSource):
         if sample_type not in _SAMPLE_TYPES or not all(isinstance(one, str) for one in places):
             raise StageError(
                 f"{self.root.path('.nv-meta/dataset.yaml')}: sample_type {sample_type!r} without "
-                f"a field_map of names, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read packs "
-                "with format packs, anything else with format webdataset and source.fields"
+                f"a field_map of names, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read "
+                "packs with format packs, anything else with format webdataset and source.fields"
             )
         pickled = {"videos", "audio"} & field_map.keys() or {field_map.get("imgs")} & {*_PICKLED}
         if pickled:
