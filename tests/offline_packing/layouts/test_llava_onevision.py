@@ -183,12 +183,12 @@ def test_a_sample_that_got_another_turn_is_named() -> None:
     [
         ("llava_onevision", "bmr", {}, "holds captioning and vqa only, not bmr"),
         ("llava_onevision2", "captioning", {}, "holds vqa and bmr only, not captioning"),
-        ("llava_onevision2", "vqa", {"loss_on": "last"}, "and output.layout='.*2' trains all"),
+        ("llava_onevision2", "vqa", {"loss_on": "last"}, "but output.layout='.*2' trains all"),
         (
             "llava_onevision2",
             "vqa",
             {"empty_thoughts": "mask"},
-            "model.empty_thoughts=mask trains a",
+            "model.empty_thoughts=mask trains only a",
         ),
         ("tar", "vqa", {}, f"choose one of: {', '.join(LAYOUTS)}"),
     ],
