@@ -4,8 +4,7 @@ template can be asked to write."""
 import io
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import jinja2
 import numpy as np
 from PIL import Image
 
-from task_encoders.media.image import read_image_header
-from task_encoders.samples import IGNORE_INDEX, IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
+from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from tests.helpers.videos import make_video
 
@@ -185,17 +183,6 @@ class TypedTokens:
         """Names that a text spells, in the place of what `write` hid them by."""
         return re.sub("\ue000(\\d+)\ue001", lambda m: self.names[int(m[1])], text)
 
-    def labels(self, sample: SourceSample, messages: Any, tools: Any, marked: str) -> list[int]:
-        """The assistant mask of transformers by a marked template, without the answers that carry
-        no loss."""
-        options = {"tools": tools, "chat_template": marked, "return_dict": True}
-        options["return_assistant_tokens_mask"] = True
-        found = self.tokenizer.apply_chat_template(messages, **options)
-        mask = np.append(0, found["assistant_masks"])
-        turns = np.cumsum(np.diff(mask) == 1) - 1
-        trained = np.array([turn.weight > 0 for turn in sample.turns])
-        return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
-
 
 def messages_and_tools(sample: SourceSample, *, as_objects: bool = False) -> tuple[Any, Any]:
     """A conversation as templates take it; `as_objects`: arguments of calls are no text."""
@@ -228,36 +215,6 @@ def random_conversation(
     names = tuple(f"{i}.jpg" for i in range(images))
     system = _text(rng, special) if rng.random() < 0.4 else None
     return SourceSample(f"c/{index}", "bmr", tuple(turns), names, system, (), tools)
-
-
-def encoded_conversations(
-    reference: Any,
-    count: int,
-    image: bytes,
-    counts: Counter[str],
-    *,
-    seed: int,
-) -> Iterator[tuple[SourceSample, list[int], Any, bool]]:
-    """Conversations that the reference's encoder takes, with the reference's ids, as encoded, and
-    whether control tokens are typed in them: in every third. They are measured as encoded. Counts
-    them, those with tools and with images, and the others by reason."""
-    rng, encoder = np.random.default_rng(seed), reference.encoder
-    header = read_image_header(io.BytesIO(image))
-    for index in range(count):
-        typed = index % 3 == 0
-        sample = random_conversation(rng, index, special=typed)
-        expected = reference.ids(sample)
-        try:
-            encoded = encoder.encode(sample, [image] * len(sample.images))
-        except SampleError as error:
-            counts[error.reason] += 1
-            counts["refused plain"] += expected is not None and sample.is_plain
-            continue
-        measured = encoder.measure(sample, [(header.height, header.width)] * len(sample.images))
-        assert measured.num_tokens == len(encoded.tokens)
-        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
-        counts.update(written=1, tools=bool(sample.tools), images=bool(sample.images))
-        yield sample, expected, encoded, typed
 
 
 def _turn(rng: np.random.Generator, i: int, special: Special, rich: bool, has_tools: bool) -> Turn:
