@@ -90,9 +90,9 @@ class EnergonSource(WebDatasetSource):
     def _set_places(self, description: Mapping[str, Any]) -> None:
         declared = description.get("sample_type") or description
         sample_type = str(declared.get("__class__"))
-        field_map = description.get("field_map")
-        places = field_map.values() if isinstance(field_map, dict) else [None]
-        if sample_type not in _SAMPLE_TYPES or not all(isinstance(one, str) for one in places):
+        field_map: Any = description.get("field_map")
+        names = field_map.values() if isinstance(field_map, dict) else [None]
+        if sample_type not in _SAMPLE_TYPES or not all(isinstance(one, str) for one in names):
             raise StageError(
                 f"{self.root.path('.nv-meta/dataset.yaml')}: sample_type {sample_type!r} without "
                 f"a field_map of names, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read "
