@@ -79,8 +79,9 @@ class RowTrees(PackedSeqParams):
 
 
 def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParams:
-    """Describe the segments of a row; with prefix trees as `RowTrees`. Raises ValueError if trunks
-    are not before their branches, or are branches themselves."""
+    """Describe the segments of a row; with prefix trees as `RowTrees`. Raises ValueError if a row
+    with trees is to be cut over ranks, or its trunks are not before their branches, or are branches
+    themselves."""
     params = to_packed_seq_params(batch, cp_group, trees=True)
     return row_trees(params, batch.parents, batch.attn_mask) if batch.parents.numel() else params
 
@@ -108,6 +109,11 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
         parents: (P,) the trunk of each segment, an earlier one; -1: none.
         attn_mask: (S,) True = padding.
     """
+    if params.cp_group is not None and params.cp_group.size() > 1:
+        raise ValueError(
+            "rows with shared prefixes cannot be split over context parallel ranks; set "
+            "parallel.context=1, or pack without pack.share_prefixes"
+        )
     layout = layout_of(params).long()
     parents = parents.flatten().long()
     numbers: list[int] = parents.tolist()

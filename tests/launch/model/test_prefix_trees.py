@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,8 @@ def test_branches_equal_their_samples_alone(
     segments = [*others, *as_tree(samples, shared, 1, 0, {})]
     parents = [-1] * len(others) + [-1] + [len(others)] * len(samples)
     batch = packed_batch(segments, parents=parents, multiple=multiple)
+    with pytest.raises(ValueError, match="cannot be split over context parallel ranks"):
+        segment_params(batch, SimpleNamespace(size=lambda: 2))
     if not is_megatron:
         with pytest.raises(ValueError, match="needs `use_tree_attention"):
             tree_forward(model, batch)
