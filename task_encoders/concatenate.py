@@ -7,7 +7,7 @@
 
 A row is never padded unless asked to. `multiple` pads every sub-sample inside its own segment;
 `pad_to_length` adds a last segment of padding, so that `cu_lengths[-1]` is always the row's length.
-Samples that share a prefix are a trunk and branches (`rows.as_tree`): `parents` names the trunk of
+Samples that share a prefix are a trunk and branches (`rows.trees`): `parents` names the trunk of
 each segment, and a tree is padded as a whole.
 
 Pixels become values when they are asked for, in one pass from the bytes of all samples of a micro

@@ -202,8 +202,8 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         self._trackers = [
             open_tracker(package, folder, str(project), iteration)
-            for package, project in config.model_dump(exclude={"log_every"}).items()
-            if project
+            for package in ("tensorboard", "wandb", "swanlab")
+            if (project := getattr(config, package))
         ]
         if self._path.exists():
             kept = [line for line in read_metrics(self._path) if line["iteration"] <= iteration]

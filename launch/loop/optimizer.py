@@ -74,27 +74,7 @@ class ShardedAdamW:
         self._group, self._tensor_group = group, tensor_group
         self._stays_gathered = stays_gathered
         mesh = DeviceMesh.from_group(group, device.type)
-        # Layers that stay gathered keep the dtype of what goes in, such as angles in float32.
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=not stays_gathered
-        )
-        whole = {one for one in model.parameters() if stays_gathered and not one.requires_grad}
-        for module in (*layers, model):
-            for parameter in module.parameters():
-                if parameter not in whole:
-                    parameter.data = parameter.data.float()
-            fully_shard(
-                module,
-                mesh=mesh,
-                mp_policy=policy,
-                reshard_after_forward=not stays_gathered,
-                ignored_params=whole,
-            )
-            assert isinstance(module, FSDPModule)
-            module.set_reshard_after_backward(not stays_gathered, recurse=False)
-            module.set_force_sum_reduction_for_comms(True)  # gloo scales none
-            module.set_gradient_divide_factor(1.0)
-        del parameter
+        _shard(model, layers, dtype, mesh, stays_gathered=stays_gathered)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         #: replaced in the model while they are gathered
         self._parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if n in hooks}
@@ -202,3 +182,34 @@ class ShardedAdamW:
             divided = divided.clone()
             distributed.all_reduce(divided, group=self._tensor_group)
         return float((replicated + divided).sqrt())
+
+
+def _shard(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    dtype: torch.dtype | None,
+    mesh: DeviceMesh,
+    *,
+    stays_gathered: bool,
+) -> None:
+    """Shard a model in place. The arguments are those of `ShardedAdamW`."""
+    # Layers that stay gathered keep the dtype of what goes in, such as angles in float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=not stays_gathered
+    )
+    whole = {one for one in model.parameters() if stays_gathered and not one.requires_grad}
+    for module in (*layers, model):
+        for parameter in module.parameters():
+            if parameter not in whole:
+                parameter.data = parameter.data.float()
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=not stays_gathered,
+            ignored_params=whole,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_reshard_after_backward(not stays_gathered, recurse=False)
+        module.set_force_sum_reduction_for_comms(True)  # gloo scales none
+        module.set_gradient_divide_factor(1.0)

@@ -1,19 +1,14 @@
-"""Passes that make a plan: packs are composed, and put in order.
-
-Composed group by group, and in a group of all samples, of windows, or of parts:
+"""Composition of packs: group by group, and in a group of all samples, of windows, or of parts.
 
 split > group > parts, between which copies are dealt out | windows
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
 from offline_packing.planner.exchange import deal_out_copies, rounds_of_copies, separate_copies
 from offline_packing.planner.options import PlanRequest
-from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
-from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
 from offline_packing.planner.samples import Samples
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
 from offline_packing.planner.strategies.budgets import size_lower_bound
@@ -23,7 +18,6 @@ from offline_packing.planner.strategies.composition import (
     lower_bound,
     room_of,
 )
-from offline_packing.planner.strategies.kernels import random_state, shuffle_between
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from offline_packing.planner.windows import pack_in_order
 
@@ -32,22 +26,6 @@ _MIXED_PACKS = 500  # packs that a mixture composes at a time, at most
 _MIXED_WINDOWS = 32  # times that it composes, at most where packs are few
 _FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
 _MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, none are full
-_SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
-
-
-class Draft(NamedTuple):
-    """A plan so far."""
-
-    packs: Packs
-    #: no plan for these samples has fewer packs (of the same groups and budgets)
-    bound: int
-    #: what passes say of their work, for `PlanInfo.settings`
-    notes: Mapping[str, Any] = {}
-
-    def of(self, order: np.ndarray) -> "Draft":
-        """Return the draft with its packs in this order."""
-        return self._replace(packs=reorder_packs(self.packs, order))
-
 
 #: Composes packs as if copies were different samples, with a lower bound of their number.
 Make = Callable[[Samples, PlanRequest], tuple[Packs, int]]
@@ -86,17 +64,17 @@ def along_mixture(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
     return pack_in_order(*sizes, order, window_packs=window_packs, seed=seed), bound
 
 
-def _compose(samples: Samples, request: PlanRequest, make: Make) -> Draft:
+def compose(samples: Samples, request: PlanRequest, make: Make) -> tuple[Packs, int]:
     """Compose packs, group by group if they shall be homogeneous, and bound their number."""
     if not request.options.homogeneous:
-        return Draft(*_compose_group(samples, request, make))
+        return _compose_group(samples, request, make)
     found, bound, groups = [], 0, samples.columns["groups"]
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
         packs, own_bound = _compose_group(samples.subset(members), request, make)
         found.append(packs.of(members))
         bound += own_bound
-    return Draft(join_packs(found), bound)
+    return join_packs(found), bound
 
 
 def _compose_group(samples: Samples, request: PlanRequest, make: Make) -> tuple[Packs, int]:
@@ -150,65 +128,3 @@ def _lower_bound(samples: Samples) -> int:
     """Lower bound of the number of packs: the scarcest limit's."""
     limits = [(samples.lengths, samples.seq_length), *samples.budgets.values()]
     return max(size_lower_bound(sizes, limit) for sizes, limit in limits)
-
-
-def _mix(samples: Samples, request: PlanRequest, _: Draft | None) -> Draft:
-    """Compose packs along the mixture, and order them by it."""
-    draft = _compose(samples, request, along_mixture)
-    source = samples.columns["source"]
-    return draft.of(request.mixture.order_packs(draft.packs, source, samples.lengths))
-
-
-def _make_uniform(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
-    """Make the number of packs of each kind divide among the ranks."""
-    if request.layout is None or not draft.packs.num_packs:
-        return draft
-    media = samples.columns["media"]
-    packs, halved, repeated = make_uniform(draft.packs, media, samples.lengths, request.layout)
-    notes = {**draft.notes, "uniform": {"halved": halved, "repeated": repeated}}
-    return draft._replace(packs=packs, notes=notes)
-
-
-def _order_by_cost(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
-    """Order packs so that the ranks get similar cost at each step."""
-    packs, columns = draft.packs, samples.columns
-    assert request.layout is not None
-
-    def sums(values: np.ndarray) -> np.ndarray:
-        of_uses = values[packs.sample_ids]
-        return np.bincount(packs.pack_of_slot(), of_uses, minlength=packs.num_packs)
-
-    features = [array for name, array in columns.items() if name.startswith("features[")]
-    costs = PackCosts.of(
-        sums(columns["cost"] if "cost" in columns else samples.lengths.astype(np.float64) ** 2),
-        sums(columns["tower_cost"]) if "tower_cost" in columns else None,
-        kinds_of(columns["media"], packs) if "uniform" in draft.notes else None,
-        np.stack([sums(some) for some in (samples.lengths, *features)], axis=1),
-    )
-    return draft.of(cost_grouped_order(costs, request.layout, request.options.seed))
-
-
-def _shuffle(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
-    """Put the packs into random order."""
-    return draft.of(np.random.default_rng(request.options.seed).permutation(draft.packs.num_packs))
-
-
-def _order_samples(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
-    """Put the samples of each pack into random order, unless the strategy is another packer's."""
-    if request.options.strategy not in COMPOSERS:
-        return draft
-    packs = draft.packs._replace(sample_ids=draft.packs.sample_ids.copy())
-    shuffle_between(*packs, random_state([request.options.seed, _SAMPLE_ORDER_STREAM]))
-    return draft._replace(packs=packs)
-
-
-#: By name, the passes of `asked_passes` that do something.
-RUNS: dict[str, Callable[[Samples, PlanRequest, Any], Draft]] = {
-    "compose": lambda samples, request, _: _compose(samples, request, by_strategy),
-    "windows": lambda samples, request, _: _compose(samples, request, in_windows),
-    "mixture": _mix,
-    "uniform": _make_uniform,
-    "equal_cost": _order_by_cost,
-    "shuffle": _shuffle,
-    "sample_order": _order_samples,
-}

@@ -35,7 +35,8 @@ from task_encoders.media.patches import (
     interleaved_patches,
     rescale_then_normalise,
 )
-from task_encoders.media.video_file import SampledVideo, VideoHeader, sampled_frames
+from task_encoders.media.video import SampledVideo, sampled_frames
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
 from task_encoders.text.template_proof import checkpoint_template
 from task_encoders.text.tokenizer import checkpoint_tokenizer

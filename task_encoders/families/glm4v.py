@@ -30,7 +30,8 @@ from task_encoders.families.base.family import (
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.video_file import SampledVideo, VideoHeader, volume_resize
+from task_encoders.media.video import SampledVideo, volume_resize
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.text.chat_templates import THOUGHT, WRITE
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video

@@ -27,7 +27,8 @@ from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
-from task_encoders.media.video_file import SampledVideo, VideoHeader
+from task_encoders.media.video import SampledVideo
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import CHATML, Control, Dialect, Fixed, Image, Piece, Text, Video
 
@@ -134,7 +135,7 @@ class InternVL3Encoder(FamilyEncoder):
         return np.concatenate(cut), self.image_medium(image.height, image.width)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        # In integers, see `sampled_frames`: transformers' float32 gives neighbours of
+        # In integers, see media.video.sampled_frames: transformers' float32 gives neighbours of
         # some frames in very long videos.
         total, wanted = header.num_frames, self.options.video_num_frames
         if total < wanted:

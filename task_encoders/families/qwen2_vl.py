@@ -24,7 +24,8 @@ from task_encoders.families.base.family import (
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
 from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings, smart_resize
-from task_encoders.media.video_file import SampledVideo, VideoHeader, frame_range, sampled_frames
+from task_encoders.media.video import SampledVideo, frame_range, sampled_frames
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
 from task_encoders.text.pieces import Control

@@ -19,7 +19,8 @@ from task_encoders.families.base.family import TINY, Family, Preset, beside_leng
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.families.qwen2_vl import TINY_VISION, QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
-from task_encoders.media.video_file import SampledVideo, VideoHeader, volume_resize
+from task_encoders.media.video import SampledVideo, volume_resize
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import Answer, Fixed, Piece, Text, Video
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE

@@ -1,5 +1,4 @@
-"""Video files: frames, rate and size without decoding them, single frames decoded, and which frames
-are taken, how large.
+"""Video files: frames, rate and size without decoding them, and single frames decoded.
 
 The header of a plain MP4 or MOV is read from its boxes (ISO/IEC 14496-12): libavformat decodes
 frames when it opens a file, which takes 5 to 30 ms, and reading the boxes a fiftieth of that. Most
@@ -10,19 +9,17 @@ which only this module imports; it also reads other containers, and decodes.
 
 import dataclasses
 import functools
-import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from task_encoders.media.image import VisionSettings, smart_resize
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import DECODING_COST, MAX_IMAGE_PIXELS
 from task_encoders.storage.remote_requests import in_a_line
@@ -490,72 +487,3 @@ def _check_edits(edits: dict[bytes, bytes], times: Array, timescale: int, movie:
     end = start + length * timescale // movie
     if count != 1 or rate != 1 << 16 or start < 0 or start > times.min() or end <= times.max():
         raise _NotPlainError
-
-
-class SampledVideo(NamedTuple):
-    """The frames that are taken from a video."""
-
-    grid: tuple[int, int, int]  #: (t, h, w) in patches
-    frames: Sequence[int]  #: their numbers, ascending
-    seconds_per_step: float  #: seconds of video in one step of t, in float32
-    fps: float | None  #: frames per second in the file
-
-
-def sampled_frames(num_frames: int, num_sampled: int) -> list[int]:
-    """Return the numbers of frames that are spread evenly: (10, 4) -> [0, 2, 5, 7].
-
-    Computed in integers. In transformers' floating point, i·(num_frames / num_sampled) gives some
-    videos one number too many, past the last frame (49 frames, 22 taken), and very long ones a
-    neighbouring frame.
-    """
-    return [i * num_frames // num_sampled for i in range(num_sampled)]
-
-
-def frame_range(header: VideoHeader, start: float | None, end: float | None) -> tuple[int, int]:
-    """Return the first and the last frame between two times in seconds, as qwen_vl_utils 0.0.14
-    counts them (`calculate_video_frame_range`); None: from the beginning, to the end.
-
-    Raises:
-        SampleError: there are no two frames between them.
-    """
-    total = header.num_frames
-    if start is None and end is None:
-        return 0, total - 1
-    if header.fps is None:
-        raise SampleError("bad_video", f"a clip of {total} frames without a frame rate")
-    seconds = total / header.fps
-    begin, stop = (max(0.0, min(at or 0.0, seconds)) * header.fps for at in (start, end))
-    first = math.ceil(begin)
-    last = total - 1 if end is None else min(math.floor(stop), total - 1)
-    if first >= last:
-        raise SampleError(
-            "bad_record",
-            f"option video_start {start} and video_end {end} of a video of {seconds:g} seconds: "
-            f"no two frames from {first} to {last}",
-        )
-    return first, last
-
-
-def seconds_per_grid(header: VideoHeader, num_sampled: int, temporal_patch_size: int) -> float:
-    """Return the seconds of video in a step of the grid, in float32 as transformers' processor."""
-    if header.fps is None:
-        return 1.0  # one frame: there is no second step
-    sampled_fps = num_sampled / header.num_frames * header.fps
-    return float(np.float32(temporal_patch_size / sampled_fps))
-
-
-def volume_resize(
-    num_frames: int, height: int, width: int, settings: VisionSettings, limits: tuple[int, int]
-) -> tuple[int, int]:
-    """Return the height and width that all frames are resized to, with the pixels of all of them
-    together within `limits`: the rule of Qwen3-VL's videos, and of GLM-V's images and videos.
-
-    Raises:
-        SampleError: aspect ratio above the limit.
-    """
-    factor, depth = settings.factor, settings.temporal_patch_size
-    if min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    num_counted = round(num_frames / depth) * depth
-    return smart_resize(height, width, settings, limits, num_frames, num_counted)

@@ -57,7 +57,7 @@ class Tree(NamedTuple):
 
     first: int  #: number of the first of them
     num_samples: int
-    num_tokens: int  #: equal tokens at their beginning, the trunk (`as_tree`)
+    num_tokens: int  #: equal tokens at their beginning, the trunk (`rows.trees`)
     num_images: int
     num_videos: int
 

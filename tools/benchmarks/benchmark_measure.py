@@ -1,8 +1,7 @@
 """Processor time of measuring, against the physical floor.
 
     python tools/benchmarks/benchmark_measure.py [--num-samples 4000] [--rounds 7] [--folder DIR]
-                                                 [--videos 4] [--headers [PICTURE ...]]
-                                                 [--processor]
+                                                 [--videos 4] [--processor] [--headers PICTURE]
 
 JSON Lines of questions with answers, and pairs of a JPEG (0.75 to 3 megapixels) and a question,
 with 460 bytes of English each, of Python's own manual. The first 4,096 records of each source and
@@ -22,8 +21,7 @@ With --videos N, also N H.264 clips of 10 s at 640x360 and N WebM ones:
     libavformat    the same from PyAV, packets counted
     decode         the frames for training, as patches: the cost of a length without a header
 
-With --processor, measuring of texts, pairs and MP4 clips beside transformers' Qwen2VLProcessor,
-which makes each sample to know its length, in processor seconds for 100,000 samples.
+With --processor, seconds for 100,000 texts, pairs and MP4 clips, and with transformers' processor.
 
 With --headers, only headers of pictures of each kind (and those of the given files), as `measure`
 reads them, against `Image.open` without the orientation.
@@ -79,24 +77,38 @@ def draw_prose(rng: np.random.Generator) -> str:
     return " ".join(WORDS[first : first + count])
 
 
-def draw_pairs(folder: Path, count: int, seed: int = 0) -> None:
-    """`count` pairs of a JPEG and a question with its answer."""
-    rng = np.random.default_rng(seed)
-    for number, megapixels in enumerate(np.linspace(0.75, 3.0, NUM_PICTURES)):
+def draw_pictures(seed: int = 0) -> list[bytes]:
+    """Different JPEGs."""
+    rng, files = np.random.default_rng(seed), []
+    for megapixels in np.linspace(0.75, 3.0, NUM_PICTURES):
         aspect = rng.uniform(0.6, 1.7)
         height = int((megapixels * 1e6 / aspect) ** 0.5)
         small = rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)
-        picture = Image.fromarray(small).resize((int(height * aspect), height), 3)
-        picture.save(folder / f"{number:06d}.jpg", "JPEG", quality=92)
+        picture, buffer = (
+            Image.fromarray(small).resize((int(height * aspect), height), 3),
+            io.BytesIO(),
+        )
+        picture.save(buffer, "JPEG", quality=92)
+        files.append(buffer.getvalue())
+    return files
+
+
+def draw_pairs(folder: Path, files: list[bytes], count: int, ending: str = "jpg") -> None:
+    """`count` pairs of a picture or a clip, one of `files` or a link to it, and a question with its
+    answer."""
+    folder.mkdir()
+    rng, mark = np.random.default_rng(0), "<image>" if ending == "jpg" else "<video>"
     for i in range(count):
-        answer = draw_prose(rng)
         messages = [
-            {"role": "user", "content": f"<image>\nDescribe picture {i}."},
-            {"role": "assistant", "content": answer},
+            {"role": "user", "content": f"{mark}\nDescribe picture {i}."},
+            {"role": "assistant", "content": draw_prose(rng)},
         ]
-        if i >= NUM_PICTURES:
-            os.link(folder / f"{i % NUM_PICTURES:06d}.jpg", folder / f"{i:06d}.jpg")
-        (folder / f"{i:06d}.json").write_bytes(orjson.dumps({"messages": messages}))
+        path = folder / f"{i:06d}.{ending}"
+        if i < len(files):
+            path.write_bytes(files[i])
+        else:
+            os.link(folder / f"{i % len(files):06d}.{ending}", path)
+        path.with_suffix(".json").write_bytes(orjson.dumps({"messages": messages}))
 
 
 def draw_texts(folder: Path, count: int, seed: int = 0) -> None:
@@ -210,21 +222,17 @@ def benchmark_processor(task: MeasureTask, label: str, count: int) -> None:
     from transformers.video_utils import load_video
 
     processor, source = open_processor(), task.source
-    sample_frames = partial(
-        processor.video_processor.sample_frames,
-        temporal_patch_size=2, min_frames=4, max_frames=768, fps=2.0,
-    )  # fmt: skip
+    given = {"temporal_patch_size": 2, "min_frames": 4, "max_frames": 768, "fps": 2.0}
+    sample_frames = partial(processor.video_processor.sample_frames, **given)
     records = list(itertools.islice(source.records(task.part), count))
 
     def length(record: SourceRecord) -> int:
-        sample = source.sample(record, record.key)
-        files: dict[str, Any] = {}
+        sample, files = source.sample(record, record.key), dict[str, Any]()
+        places = [source.open_media(record, name)[0].container for name in sample.media]
+        paths = [*map(source.media.path, places)]
         if sample.images:
-            paths = [source.open_media(record, name)[1] for name in sample.images]
             files["images"] = [Image.open(path).convert("RGB") for path in paths]
         if sample.videos:
-            names = [source.open_media(record, name)[0].container for name in sample.videos]
-            paths = map(source.media.path, names)
             clips = [load_video(path, sample_indices_fn=sample_frames) for path in paths]
             files["videos"], files["video_metadata"] = map(list, zip(*clips, strict=True))
         text = processor.apply_chat_template(to_chat(sample), tokenize=False).removesuffix("\n")
@@ -240,31 +248,6 @@ def benchmark_processor(task: MeasureTask, label: str, count: int) -> None:
         f"{label:8s} 100,000 samples: measure {1e5 * ours / len(measured):8,.1f} s, transformers' "
         f"processor {1e5 * theirs / count:9,.1f} s"
     )
-
-
-def compare_processor(folder: Path, pairs: Path) -> None:
-    """Compare measuring with transformers' processor on texts, pairs and clips."""
-    clips = folder / "clips"
-    clips.mkdir()
-    for number in range(NUM_PICTURES):
-        path = clips / f"{number:06d}.mp4"
-        if number < 4:
-            path.write_bytes(draw_video("mp4", "libx264", number))
-        else:
-            os.link(clips / f"{number % 4:06d}.mp4", path)
-        messages = [
-            {"role": "user", "content": f"<video>\nDescribe clip {number}."},
-            {"role": "assistant", "content": draw_prose(np.random.default_rng(number))},
-        ]
-        path.with_suffix(".json").write_bytes(orjson.dumps({"messages": messages}))
-    sources = {
-        "texts": ({"format": "jsonl", "path": str(folder / "texts.jsonl"), "task": "bmr"}, 1000),
-        "pictures": ({"format": "pairs", "path": str(pairs), "task": "vqa"}, 64),
-        "videos": ({"format": "pairs", "path": str(clips), "task": "vqa"}, 8),
-    }
-    for label, (source, count) in sources.items():
-        task = tasks_of(source, folder / f"out_{label}")[0]
-        benchmark_processor(task, label, count)
 
 
 def draw_kinds(folder: Path) -> dict[str, list[Path]]:
@@ -409,18 +392,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         draw_texts(folder, count)
-        pairs = folder / "pairs"
-        pairs.mkdir()
-        draw_pairs(pairs, count)
-        if arguments.processor:
-            compare_processor(folder, pairs)
-            return
+        pairs, clips = folder / "pairs", folder / "clips"
+        draw_pairs(pairs, draw_pictures(), count)
         texts = {"format": "jsonl", "path": str(folder / "texts.jsonl"), "task": "bmr"}
+        pictures = {"format": "pairs", "path": str(pairs), "task": "vqa"}
+        if arguments.processor:
+            draw_pairs(clips, [draw_video("mp4", "libx264", seed) for seed in range(4)], 64, "mp4")
+            sources = {"texts": (texts, 1000), "pictures": (pictures, 64)}
+            sources["videos"] = ({**pictures, "path": str(clips)}, 8)
+            for label, (source, some) in sources.items():
+                benchmark_processor(tasks_of(source, folder / f"out_{label}")[0], label, some)
+            return
         tasks = tasks_of(texts, folder / "out_texts")
         benchmark_floor("texts", tasks, partial(floor_of_texts, folder), arguments.rounds)
-        tasks = tasks_of(
-            {"format": "pairs", "path": str(pairs), "task": "vqa"}, folder / "out_pairs"
-        )
+        tasks = tasks_of(pictures, folder / "out_pairs")
         benchmark_floor("pictures", tasks, partial(floor_of_pairs, pairs), arguments.rounds)
 
 

@@ -32,13 +32,12 @@ from task_encoders.families.base.spans import (
 from task_encoders.field_types import Count, LocalOrRemotePath, Values
 from task_encoders.media.image import VisionSettings, decode_image, read_image_header
 from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, frame_patches
+from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
-    SampledVideo,
     VideoHeader,
     decode_frames,
     read_video_header,
-    seconds_per_grid,
 )
 from task_encoders.sample_encoder import (
     EncodedMedium,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders.media.video_file import SampledVideo
+from task_encoders.media.video import SampledVideo
 from task_encoders.text.pieces import Answer, Control, Fixed, Text
 from task_encoders.text.tokenizer import Tokenizer
 

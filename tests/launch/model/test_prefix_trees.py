@@ -24,7 +24,7 @@ from launch.model.segments import check_layers, isolate_segments, use_tree_atten
 from launch.model.transformers_model import PackedTransformersModel
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, build_sample_encoder
-from task_encoders.rows.row_encoder import as_tree
+from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample, Turn
 from tests.helpers import stand_in_fla

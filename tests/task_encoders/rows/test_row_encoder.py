@@ -22,7 +22,8 @@ from task_encoders.model_inputs import pad_batch, to_packed_seq_params, to_trans
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import Pack, PackFormatError, SubSample, sub_samples_of_pack
 from task_encoders.packs.pack_format import PackedSubSample, Tree, media_part_names, pack_json
-from task_encoders.rows.row_encoder import RowEncoder, as_tree
+from task_encoders.rows.row_encoder import RowEncoder
+from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.settings import PackingSettings
