@@ -2,6 +2,7 @@
 proof and the previews on images and videos."""
 
 import io
+from pathlib import Path
 
 import click
 import numpy as np
@@ -17,9 +18,12 @@ from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
-from tests.helpers.datasets import PAIRS
+from offline_packing.verify.verify import verify
+from tests.helpers.datasets import PAIRS, make_run, pack_all, write_json
 from tests.helpers.energon_batches import batches_of
+from tests.helpers.formats import write_file
 from tests.helpers.pages import Elements
+from tests.helpers.videos import make_video
 from tests.world import World, task_encoder
 
 LIMITS = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels": 784 * 9}
@@ -54,6 +58,22 @@ def test_the_demo_proves_a_batch_of_images_and_videos(videos: Run) -> None:
     assert difference.num_tokens > 100
     assert difference.packed <= 1e-4
     assert difference.without_boundaries >= 1e-1
+
+
+def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
+    """Its frames are zeros: the header is whole, and only decoding finds it."""
+    good, bad = make_video(6), make_video(6, codec_options={"bf": "0"})
+    begin, end = bad.index(b"mdat") + 4, bad.index(b"moov") - 4
+    bad = bad[:begin] + bytes(end - begin) + bad[end:]
+    for name, data in (("good", good), ("bad", bad)):
+        write_json(tmp_path / f"data/{name}.json", {"caption": "A bar"})
+        write_file(tmp_path / f"data/{name}.mp4", data)
+    run = make_run(tmp_path / "data", tmp_path / "out", model=LIMITS)
+    pack_all(run)
+    assert ["truncated_video" in line for line in verify(run, deep=True).problems] == [True]
+    (batch,) = batches_of(tmp_path / "out", task_encoder(run))
+    assert batch.sub_sample_keys == ["good"]
+    assert "bad: truncated_video" in batch.dropped[0]
 
 
 def test_preview_shows_grids_and_first_frames(videos: Run) -> None:

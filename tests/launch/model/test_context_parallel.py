@@ -13,9 +13,7 @@ from launch.model.config import ModelConfig
 from launch.model.megatron.context_parallel import part_of_rank
 from launch.model.megatron.model import check_supported
 from launch.model.megatron.tower import share_frames
-from tests.helpers.tiny_checkpoints import (
-    params_of,
-)
+from tests.helpers.tiny_checkpoints import params_of
 
 
 def test_segments_are_cut_zigzag() -> None:

@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.model import build_model, check_supported
-from launch.model.megatron.weights import gather_weights, weight_files, write_checkpoint
+from launch.model.megatron.weights import (
+    gather_weights,
+    random_weights,
+    weight_files,
+    write_checkpoint,
+)
 from tests.helpers import tiny_checkpoints
 from tests.helpers.tiny_checkpoints import all_tensors, assert_same_tensors, transformers_model
 
@@ -99,6 +104,11 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
     assert torch.equal(loaded.model.language_model.embed_tokens.weight, ours)
     assert 0.019 < float(ours.std()) < 0.021
     assert not torch.equal(other.language_model.embedding.word_embeddings.weight, ours)
+    name = "model.layers.0.mlp.down_proj.weight"
+    read = random_weights(model.hf_config, {name: (6, 4)}, seed=3, device=device)
+    for dim in (0, 1):  # whatever the number of tensor parallel ranks
+        parts = [read(name, dim, rank, 2) for rank in range(2)]
+        assert torch.equal(torch.cat(parts, dim), read(name, None, 0, 1))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
     assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
     assert (tmp_path / "target" / "preprocessor_config.json").is_file()
