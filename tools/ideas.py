@@ -20,11 +20,11 @@ IDEAS = {
     "prefix trees": r"share_prefixes|parents|trees?|branches|Prefix\w*|prefix_\w+|trunks?",
     "slots of ranks": r"cp_sizes|refuse_slots|slots_of\w*|tokens_per_rank|picture_ranks|\w*Slots",
     "token packs": r"pretokenize|Tokenized\w+|Indexed(File|Pack|Layout)|nemo",
-    "repair": r"\w*(repair|damage|discard|lost|restore_)\w*|recorded_\w+",
+    "repair": r"\w*repair\w*|discard|Damage|set_apart|put_back|restore_receipt",
     "parts of conversations": r"split_turns|Conversation(Part)?|cut_for|Cutting|num_split",
     "skip, trained, index": r"skip(ped)?|trained(_by)?|from_index|of_index|outputs_skipped",
     "references": r"refers?|(read_)?media_roots|MEDIA_ROOTS|(with_)?[Ss]tored_?[Mm]edi(a|um)",
-    "stamps": r"\w*stamps?|modification_time|MODIFICATION_TIME|accept_mismatch|check_times",
+    "stamps": r"\w*stamps?|(?i:modification_time)|accept_mismatch|(refuses|accepts)_edits",
     "traits": r"Traits?|\w*_traits|traits_of|HOLDS_UNTRAINED|NEEDS_TRAITS",
 }
 

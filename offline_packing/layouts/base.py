@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from offline_packing.errors import ChangedError
-from offline_packing.index.measured import modification_time
 from offline_packing.layouts.energon_metadata import METADATA_FILES
 from offline_packing.layouts.shards import PlannedSample, ShardTask, trees_of
 from offline_packing.layouts.unfit import Grids, Model, Sizes
@@ -84,10 +83,13 @@ def place_of(source: Source, sample: PlannedSample, at: Locator) -> Place:
     """Return the place of a sample's medium for its pack's JSON (`packs.stored_media`). Raises
     ChangedError if its file is gone, or is the medium alone and has another size than measured."""
     root, is_whole = source.media_root(at), at.kind == "file"
-    time = modification_time(root, at.container)
-    if isinstance(root, MediaRoot) and (
-        not time or (is_whole and root.entry(at.container)[1] != at.size)
-    ):
-        raise ChangedError(root.path(at.container))
+    time = 0  # of remote files
+    if isinstance(root, MediaRoot):
+        try:
+            _, size, time = root.entry(at.container)
+        except OSError as error:
+            raise ChangedError(root.path(at.container), error.strerror) from error
+        if is_whole and size != at.size:
+            raise ChangedError(root.path(at.container))
     name, offset = ("files", None) if is_whole else ("tars", at.offset)
     return [f"{name}{sample.source_id}", at.container, offset, at.size, time]

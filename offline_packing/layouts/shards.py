@@ -48,14 +48,13 @@ _EXTRA_BYTES = 96
 @dataclass(frozen=True, slots=True)
 class PlannedShard:
     """Packs first_pack to first_pack + num_packs of the plan. `number` counts the shards of all
-    splits, `packs_before` the packs of its split in earlier shards."""
+    splits."""
 
     name: str
     split: str
     number: int
     first_pack: int
     num_packs: int
-    packs_before: int = 0
 
 
 def fragment_file(shard_name: str) -> str:
@@ -75,11 +74,11 @@ def splits_of_plan(plan: PackPlan, shares: Mapping[str, float]) -> dict[str, ran
 
 def samples_of_splits(
     plan: PackPlan, shares: Mapping[str, float]
-) -> Iterator[tuple[str, range, int]]:
-    """Yield the name and packs of each split, and the number of different samples in them."""
+) -> Iterator[tuple[str, range, npt.NDArray[np.integer]]]:
+    """Yield the name and packs of each split, and the samples in them, one after another."""
     for name, own in splits_of_plan(plan, shares).items():
         ids = plan.sample_ids[plan.pack_offsets[own.start] : plan.pack_offsets[own.stop]]
-        yield name, own, len(np.unique(ids))
+        yield name, own, ids
 
 
 def lay_out_shards(
@@ -106,8 +105,7 @@ def lay_out_shards(
                 name = f"{split}-{i:06d}"
                 if shards_per_folder is not None:
                     name = f"{split}-{i // shards_per_folder:04d}/{name}"
-                before = start - packs.start
-                shards.append(PlannedShard(name, split, len(shards), start, end - start, before))
+                shards.append(PlannedShard(name, split, len(shards), start, end - start))
     return shards
 
 
@@ -271,7 +269,6 @@ class ShardTask:
     sources: tuple[Source, ...] = ()
     task: str
     key_prefix: str
-    seq_length: int
     #: a name in LAYOUTS
     layout: str
     #: generation of the packs, see runs.artifacts.generation_of
@@ -279,7 +276,7 @@ class ShardTask:
     #: whether packs refer to their media instead of holding them
     refers: bool = False
     #: whether a file of another modification time is refused
-    check_times: bool = True
+    refuses_edits: bool = True
 
     @property
     def number(self) -> int:
@@ -366,17 +363,11 @@ class ShardTask:
             found.append(data)
         return found
 
-    def changed_files(self, sample: PlannedSample) -> list[str]:
-        """List the files of a sample, if any has another modification time than when it was
-        measured."""
-        source = self.sources[sample.source_id]
-        if sample_stamp(source, sample.record, sample.media) == sample.stamp:
-            return []
-        return sorted({locator.container for locator in (sample.record, *sample.media)})
-
     def check_unchanged(self, sample: PlannedSample) -> None:
         """Raise StageError if a file of the sample was written to since it was measured."""
-        if self.check_times and (paths := self.changed_files(sample)):
+        source = self.sources[sample.source_id]
+        if self.refuses_edits and sample.stamp != sample_stamp(source, sample.record, sample.media):
+            paths = sorted({locator.container for locator in (sample.record, *sample.media)})
             raise StageError(
                 f"sample {sample.key!r} changed since it was measured: {' or '.join(paths)} has "
                 "another modification time; restore it; if it was copied without its times, "

@@ -56,7 +56,6 @@ from offline_packing.runs.artifacts import (
 from offline_packing.runs.run import Run, open_encoder, open_sources
 from offline_packing.runs.source_files import (
     count_unused_media,
-    describe_change,
     explain_listing,
     save_files,
 )
@@ -324,9 +323,6 @@ class Measure(Stage):
     def agrees(self, files: Mapping[str, str]) -> bool | None:
         planned = self.run.workspace.read_plan()
         return None if planned is None else planned.inputs.get("index") == hash_of(files)
-
-    def describe_change(self) -> str:
-        return describe_change(self.run)
 
 
 def _count_copies(samples: Index) -> tuple[int, str]:

@@ -7,7 +7,7 @@ storage/receipts.py: an artifact made with another one is refused by the name of
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from typing import Any, Final
 
@@ -231,6 +231,7 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
     return fields | config.cut_for
 
 
+@cache
 def library_versions() -> dict[str, str]:
     """Return the versions of this package and of the libraries involved."""
     return {"offline-packing": VERSION, **{name: metadata.version(name) for name in _LIBRARIES}}

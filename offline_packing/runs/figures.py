@@ -184,7 +184,8 @@ def run_figures(
         if config.pack.mixture is not None:
             yield from _mixture(config, samples, plan)
         if len(shares := config.output.split) > 1:
-            splits = list(samples_of_splits(plan, shares))
+            of_splits = samples_of_splits(plan, shares)
+            splits = [(name, own, len(np.unique(ids))) for name, own, ids in of_splits]
             number = sum(some for _, _, some in splits) or 1
             rows = [[name, shares[name], n / number, n, len(own)] for name, own, n in splits]
             columns = {"split": "", "asked": ".1%", "share": ".1%", "samples": ",", "packs": ","}

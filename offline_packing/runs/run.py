@@ -42,9 +42,9 @@ from offline_packing.storage.receipts import (
     STAGES,
     Fingerprint,
     Receipt,
+    Started,
     copy_path,
     load_receipt,
-    made_with,
     receipt_path,
     started_path,
 )
@@ -131,16 +131,12 @@ class Workspace:
 
     def written_with(self) -> Fingerprint:
         """Return the inputs of the shards, complete or not; empty before the first write."""
-        return made_with(self.packing, "write") or {}
+        found = load_receipt(self.packing, "write") or Started.load(self.packing, "write")
+        return found.inputs if found else {}
 
     def name_of(self, path: Path) -> str:
         """Return the name of a file relative to the output, as receipts have it."""
         return str(path.relative_to(self.root))
-
-    def fragment(self, shard_name: str) -> Path:
-        """Return the path of a shard's fragment, by the shard's name with or without the file's
-        ending."""
-        return (self.write / shard_name).with_suffix(".json")
 
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:
@@ -217,6 +213,11 @@ class Run:
     def accepted_fields(self) -> frozenset[str]:
         """Fields of the fingerprint that may differ."""
         return self.accept_mismatch - {MODIFICATION_TIME}
+
+    @property
+    def accepts_edits(self) -> bool:
+        """Whether files may have other modification times than when they were measured."""
+        return MODIFICATION_TIME in self.accept_mismatch
 
     @contextmanager
     def unpacked_files(self) -> Iterator[None]:

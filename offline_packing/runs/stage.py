@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from offline_packing.errors import DiskFullError, ShareDoneError, StageError
 from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
 from offline_packing.runs.run import Run
+from offline_packing.runs.source_files import describe_change
 from offline_packing.storage.files import remove_folder, remove_path
 from offline_packing.storage.receipts import (
     Fingerprint,
@@ -87,7 +88,7 @@ class Stage:
 
     def describe_change(self) -> str:
         """Describe why files come out otherwise than they were recorded."""
-        raise NotImplementedError
+        return describe_change(self.run)
 
 
 def bring(run: Run, stage: Stage) -> Receipt:

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from offline_packing.engines.local import Advance
-from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import name_copies, samples_of_shards
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import (
@@ -103,9 +102,8 @@ def iterate_tasks(
             sources=sources,
             task=config.task,
             key_prefix=str(started.get("output.key_prefix", "")),
-            seq_length=config.pack.seq_length,
             layout=config.output.layout,
             generation=generation_of(started),
             refers=config.output.media == "refer",
-            check_times=is_output and MODIFICATION_TIME not in run.accept_mismatch,
+            refuses_edits=is_output and not run.accepts_edits,
         )

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from offline_packing.config.packing import PackingConfig
 from offline_packing.index.records import places_of_equal
 from offline_packing.index.table import Index
-from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.layouts.shards import samples_of_splits
 from offline_packing.planner.pack_plan import PackPlan
 from task_encoders.families.base.cost import most_positions
 
@@ -86,8 +86,8 @@ def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
 def _split_warnings(config: PackingConfig, samples: Index, packs: PackPlan) -> Iterator[str]:
     """Warn of empty splits, and of media and samples that groups leave in several splits."""
     shares = config.output.split
-    splits = splits_of_plan(packs, shares)
-    for name in [name for name, own in splits.items() if not own]:
+    splits = {name: ids for name, _, ids in samples_of_splits(packs, shares)}
+    for name in [name for name, own in splits.items() if not len(own)]:
         yield (
             f"split {name} is empty: no sample, with all that it leads to by images and videos or "
             f"its group, drew its share of {shares[name]:.1%}; set another output.split_seed, a "
@@ -98,7 +98,7 @@ def _split_warnings(config: PackingConfig, samples: Index, packs: PackPlan) -> I
     for name in others if config.names_groups else ():
         chosen = np.zeros((2, samples.info.num_samples), bool)
         for flags, own in zip(chosen, (splits[name], splits[first]), strict=True):
-            flags[packs.sample_ids[slice(*packs.pack_offsets[[own.start, own.stop]])]] = True
+            flags[own] = True
         shared = [
             count_shared(*(hashes_of(samples, column, flags) for flags in chosen))
             for column in ("media_hash", "sample_hash")

@@ -121,12 +121,6 @@ class Started:
         return found
 
 
-def made_with(packing: Path, stage: str) -> Fingerprint | None:
-    """Return the inputs of a stage, complete or not; None: it was never started."""
-    found = load_receipt(packing, stage) or Started.load(packing, stage)
-    return None if found is None else found.inputs
-
-
 def changed_fields(found: Fingerprint, wanted: Fingerprint) -> list[str]:
     """Return the names of the fields that differ or exist on one side only."""
     return sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))

@@ -26,7 +26,7 @@ from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
 from offline_packing.layouts.container import shard_file
 from offline_packing.layouts.energon_metadata import check_energon
-from offline_packing.layouts.shards import PlannedShard, splits_of_plan
+from offline_packing.layouts.shards import PlannedShard, samples_of_splits
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
@@ -34,6 +34,7 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.repair import start_repair
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
+from offline_packing.runs.warnings import count_shared
 from offline_packing.storage.files import remove_path
 from offline_packing.storage.receipts import STAGES, receipt_path
 from offline_packing.verify.damage import find_damage
@@ -69,7 +70,6 @@ class Drawn:
                 number=number,
                 first_pack=pack,
                 num_packs=1,
-                packs_before=shards[owner].packs_before + pack - shards[owner].first_pack,
             )
             for number, (owner, pack) in enumerate(pairs)
         ]
@@ -178,9 +178,9 @@ def _check_splits(samples: Index, plan: PackPlan, run: Run, total: VerifyResult)
         return
     total.apart = "no groups, images or videos stand in two of them"
     hashes: dict[str, list[npt.NDArray[np.uint64]]] = {}
-    for split, packs in splits_of_plan(plan, shares).items():
+    for split, _, ids in samples_of_splits(plan, shares):
         chosen = np.zeros(samples.info.num_samples, bool)
-        chosen[plan.sample_ids[plan.pack_offsets[packs.start] : plan.pack_offsets[packs.stop]]] = 1
+        chosen[ids] = True
         hashes[split] = [own[chosen[some][rows]] for some, rows, own in shared_contents(samples)]
     _check_apart(hashes, "groups, images, videos or samples", total)
     if total.media_hashes and not run.config.names_groups:
@@ -195,10 +195,8 @@ def _check_apart(
     hashes: Mapping[str, Sequence[npt.NDArray[np.uint64]]], found: str, total: VerifyResult
 ) -> None:
     """Check that no hash is in two splits."""
-    none = np.empty(0, np.uint64)
-    different = {name: np.unique(np.concatenate([none, *own])) for name, own in hashes.items()}
-    for (one, own), (other, others) in itertools.combinations(different.items(), 2):
-        count = len(np.intersect1d(own, others, assume_unique=True))
+    for (one, own), (other, others) in itertools.combinations(hashes.items(), 2):
+        count, _ = count_shared(own, others)
         if count:
             total.apart = ""
             total.problem(f"{count:,} {found} stand in splits {one} and {other}")
@@ -272,27 +270,25 @@ def render_result(
     """Write the result as a table, with the problems below it."""
     compared = "bytes compared with their hash" if drawn is None else "not compared as a whole"
     read = ", not opened" if hash_only else f", drawn with seed {drawn.seed}" if drawn else ""
-    deep_lines = [
-        f"{'images':<16}{result.num_images:,}, bytes compared with the source",
-        *([f"{'videos':<16}{result.num_videos:,}, likewise"] if result.num_videos else []),
-        f"{'tokens':<16}{result.num_tokens:,}, encoded again",
-    ]
-    lines = [
-        f"{'shards':<16}{result.num_shards:,}, {compared}",
-        f"{'packs':<16}{result.num_packs:,}{read}",
-        f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
-        *(
-            ["{:<16}{:,} = {:,} in packs + {:,} set aside".format("records", *result.records)]
-            if result.records
-            else []
-        ),
-        *([f"{'splits':<16}{result.apart}"] if result.apart else []),
-        *([f"{'steps':<16}{result.num_steps:,}, each of one kind"] if result.num_steps else []),
-        *(deep_lines if deep else []),
-        f"{'problems':<16}{result.num_problems:,}",
-        *(f"  {problem}" for problem in result.problems),
-    ]
-    return "\n".join(lines) + "\n"
+    rows = {
+        "shards": f"{result.num_shards:,}, {compared}",
+        "packs": f"{result.num_packs:,}{read}",
+        "samples": f"{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
+    }
+    if result.records:
+        rows["records"] = "{:,} = {:,} in packs + {:,} set aside".format(*result.records)
+    if result.apart:
+        rows["splits"] = result.apart
+    if result.num_steps:
+        rows["steps"] = f"{result.num_steps:,}, each of one kind"
+    if deep:
+        rows["images"] = f"{result.num_images:,}, bytes compared with the source"
+        if result.num_videos:
+            rows["videos"] = f"{result.num_videos:,}, likewise"
+        rows["tokens"] = f"{result.num_tokens:,}, encoded again"
+    rows["problems"] = f"{result.num_problems:,}"
+    lines = [*(f"{name:<16}{text}" for name, text in rows.items())]
+    return "\n".join([*lines, *(f"  {problem}" for problem in result.problems)]) + "\n"
 
 
 def render_verdict(result: VerifyResult) -> str:

@@ -15,10 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from offline_packing.errors import DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import container
@@ -38,11 +34,8 @@ from offline_packing.runs.manifest import (
 )
 from offline_packing.runs.repair import end_repair, is_repairing, put_back
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.runs.source_files import describe_change
 from offline_packing.runs.stage import Stage, Task, bring, is_complete
 from offline_packing.runs.tasks import iterate_tasks, plan_shards, run_tasks
-from offline_packing.sources.formats.tables import ParquetSource
-from offline_packing.sources.reading.rows import WANTED_SHARE
 from offline_packing.storage.files import (
     hash_bytes,
     hash_file,
@@ -146,14 +139,12 @@ class Write(Stage):
             )
         recorded = load_receipt(self.run.workspace.packing, self.name)
         config = recorded and recorded.facts.get("config")
-        fragments = [self.run.workspace.fragment(shard.name) for shard in self.shards]
+        root = self.run.workspace.root
+        fragments = [root / fragment_file(shard.name) for shard in self.shards]
         self.files = make_manifest(self.run, self.samples, self.plan, fragments, folder, config)
 
     def record(self) -> tuple[dict[str, str], dict[str, Any]]:
         return self.files, {"config": require_manifest(self.run.workspace.root).config}
-
-    def describe_change(self) -> str:
-        return describe_change(self.run)
 
     def follow_media(self) -> None:
         """Write where media are that complete packs refer to, if their sources moved. Raises
@@ -188,43 +179,10 @@ def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
         return f"write: complete ({len(shards):,} shards), nothing to do"
     refers = run.config.output.media == "refer"
     num_bytes = int(estimate_pack_bytes(samples, plan, refers=refers).sum())
-    unpacked = _estimate_unpacked_bytes(samples, len(shards))
-    meanwhile = (
-        f"; meanwhile up to {unpacked:,} bytes of unpacked files in {run.workspace.unpacked}"
-        if unpacked
-        else ""
-    )
     return (
         f"would write {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs, "
-        f"{len(shards):,} shards, about {num_bytes:,} bytes to {run.workspace.root}{meanwhile}"
+        f"{len(shards):,} shards, about {num_bytes:,} bytes to {run.workspace.root}"
     )
-
-
-def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
-    """Estimate an upper limit of the bytes of all unpacked copies while this many shards are
-    written.
-
-    A compressed file is unpacked as far as its last sample. Row groups are only copied where each
-    shard uses little of them, as in a plan of many shards without locality.
-    """
-    in_rows = 0
-    ends = []  # of the last sample of each compressed file, in each part
-    file = ["source_id", "container"]
-    for table in samples.parts("source_id", "json", "media"):
-        records, media = table["json"].combine_chunks(), table["media"].combine_chunks()
-        names = ("kind", "container", "offset", "size")
-        kinds, containers, offsets, sizes = (
-            pa.concat_arrays([records.field(name), media.flatten().field(name)]) for name in names
-        )
-        rows = np.concatenate([np.arange(len(table)), pc.list_parent_indices(media).to_numpy()])
-        owners = table["source_id"].take(pa.array(rows)).combine_chunks()
-        in_rows += pc.sum(sizes.filter(pc.equal(kinds, ParquetSource.KIND))).as_py() or 0
-        found = pa.table([owners, containers, pc.add(offsets, sizes)], [*file, "end"])
-        found = found.filter(pc.starts_with(kinds, "stream"))
-        ends.append(found.group_by(file).aggregate([("end", "max")]))
-    last = pa.concat_tables(ends).group_by(file).aggregate([("end_max", "max")])
-    in_files = pc.sum(last["end_max_max"]).as_py() or 0
-    return in_files + (in_rows if num_shards * WANTED_SHARE > 1 else 0)
 
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:

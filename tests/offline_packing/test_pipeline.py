@@ -112,7 +112,7 @@ def test_changed_config_is_named(
 ) -> None:
     """On resuming: a stage that the field takes part in refuses it by name, the others go on."""
     packed.workspace.manifest.unlink()
-    packed.workspace.fragment("train-000001").unlink()
+    (packed.workspace.write / "train-000001.json").unlink()
     other = changed(packed, **{section: {name: value}})
     for verb in STAGES:
         if verb in stages:

@@ -81,7 +81,7 @@ def test_bytes_are_estimated_without_what_is_shared(shared: Run, plain: Run) -> 
     for run in (shared, plain):
         estimated = estimate_pack_bytes(open_index(run), open_plan(run).packs)
         shards = require_manifest(run.workspace.root).shards
-        fragments = [run.workspace.fragment(line.name.removesuffix(".tar")) for line in shards]
+        fragments = [(run.workspace.write / line.name).with_suffix(".json") for line in shards]
         found = [pack.size for path in fragments for pack in ShardFragment.load(path).packs]
         assert len(found) == len(estimated)
         # at most what JSON is estimated too large, in blocks of a tar

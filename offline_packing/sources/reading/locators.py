@@ -86,8 +86,8 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
         with root.open(at.container, sequential=True) as file:
             unpack(file, at.container, copy)
 
-    name = f"{path}\0{root.stamp(at.container)}"
-    with open(unpacked_copy(name, path, unpack_folder, write), "rb", buffering=0) as file:
+    version = root.version(at.container)
+    with open(unpacked_copy(version, path, unpack_folder, write), "rb", buffering=0) as file:
         data = os.pread(file.fileno(), at.size, at.offset)
     if len(data) != at.size:
         raise ChangedError(path, f"it unpacks to less than {at.offset + at.size} bytes")

@@ -430,8 +430,9 @@ class _RowReader:
     """State that a process keeps between reads."""
 
     def __init__(self) -> None:
-        self._files: dict[tuple[str, str], RowFile] = {}
-        self._groups: dict[tuple[str, str, int, str], pa.Table] = {}
+        #: by `Root.version`: a replaced file counts as a different one
+        self._files: dict[str, RowFile] = {}
+        self._groups: dict[tuple[str, int, str], pa.Table] = {}
         self._bytes_read = 0
         #: open copies, by their originals
         self.copies: dict[str, RowFile] = {}
@@ -447,23 +448,23 @@ class _RowReader:
         at_hand = next(prepared, None)
         if at_hand is not None and (found := at_hand.row(row, columns)) is not None:
             return found
-        file, stamp = self.file(root, kind, container)
+        file, version = self.file(root, kind, container)
         number = bisect.bisect_right(file.group_starts, row) - 1
         if number == len(file.group_rows):
             raise IndexError(f"there are {file.group_starts[-1]} rows")
         place = row - file.group_starts[number]
         if at_hand is not None:
-            return self._copy(file, (path, stamp, number), at_hand).row(place, columns)
-        key = (path, stamp, number, "\0".join(columns))
+            return self._copy(file, (path, version, number), at_hand).row(place, columns)
+        key = (version, number, "\0".join(columns))
         group = _cached(self._groups, key, lambda: file.group(number, columns))
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
             self._groups.pop(next(iter(self._groups)))
         return group.slice(place, 1)
 
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
-        """Open a file, and return its stamp; a replaced file counts as a different one."""
-        key = (root.path(container), root.stamp(container))
-        return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key[1]
+        """Open a file; return it and its version."""
+        key = root.version(container)
+        return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key
 
     def count(self, num_bytes: int) -> None:
         """Count bytes read: from time to time the memory of mapped files is released."""
@@ -477,8 +478,8 @@ class _RowReader:
 
     def _copy(self, file: RowFile, group: tuple[str, str, int], at_hand: _AtHand) -> RowFile:
         """Copy a whole group to a file in the folder of unpacked files, unless it is there."""
-        path, stamp, number = group
-        name = "\0".join((path, stamp, str(number), *at_hand.columns))
+        path, version, number = group
+        name = "\0".join((version, str(number), *at_hand.columns))
 
         def write(target: BinaryIO) -> None:
             write_arrow(target, file.batches(range(number, number + 1), at_hand.columns))

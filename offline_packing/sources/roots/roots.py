@@ -85,10 +85,11 @@ class MediaRoot:
         """Open `size` bytes at `offset` of a file. Raises SampleError as `open`."""
         return open_range(self.open(container), offset, size)
 
-    def stamp(self, container: str) -> str:
-        """Return what changes when a file is replaced or written to."""
-        found = os.stat(self.path(container))
-        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+    def version(self, container: str) -> str:
+        """Return the path of a file with what changes when it is replaced or written to."""
+        path = self.path(container)
+        found = os.stat(path)
+        return f"{path}\0{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def read(self, container: str, limit: int) -> bytes:
         """Read a whole file with a record. Raises SampleError as `open`, but bad_json for
@@ -221,7 +222,7 @@ class RemoteRoot:
     def __init__(self, folder: "RemotePath") -> None:
         self._at = folder
         self.folder = folder.path.rstrip("/")
-        self._stamps: dict[str, str] = {}
+        self._versions: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._open_file: tuple[str, BinaryIO] | None = None
         #: bytes that were read ahead
@@ -229,7 +230,7 @@ class RemoteRoot:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave connections out: another process opens its own."""
-        return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None, "_held": {}}
+        return {**self.__dict__, "_versions": {}, "_sizes": {}, "_open_file": None, "_held": {}}
 
     def path(self, container: str) -> str:
         """Return the URL of a file."""
@@ -265,11 +266,12 @@ class RemoteRoot:
             self._open_file = (container, self.open(container))
         return open_range(self._open_file[1], offset, size, keep_open=True)
 
-    def stamp(self, container: str) -> str:
-        """Return what changes when a file is replaced or written to; asked for once per task."""
-        if container not in self._stamps:
-            self._stamps[container] = str(self._at.fs.ukey(self._path(container)))
-        return self._stamps[container]
+    def version(self, container: str) -> str:
+        """Return the URL of a file as MediaRoot.version does; asked for once per task."""
+        if container not in self._versions:
+            tag = self._at.fs.ukey(self._path(container))
+            self._versions[container] = f"{self.path(container)}\0{tag}"
+        return self._versions[container]
 
     def read(self, container: str, limit: int) -> bytes:
         """Read a whole file. Raises SampleError as MediaRoot.read does."""
