@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from offline_packing.index.table import INDEX_VERSION
 from offline_packing.runs.run import Run
+from offline_packing.storage.files import write_atomically
 from offline_packing.storage.receipts import Started, copy_path, load_receipt, receipt_path
 from offline_packing.verify.verify import discard
 from task_encoders.packs.pack import restore_pack
@@ -28,6 +29,21 @@ def flip_byte(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0xFF
     path.write_bytes(data)
+
+
+def flip(path: Path) -> None:
+    """Turn one bit of a file; of a database, in a row: its pages have bytes that nothing is read
+    from."""
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b"ps_0000") if path.suffix == ".sqlite" else len(data) // 2
+    data[place] ^= 1
+    write_atomically(path, bytes(data))
+
+
+def cut(path: Path) -> None:
+    """Leave the first half of a file."""
+    data = path.read_bytes()
+    write_atomically(path, data[: len(data) // 2])
 
 
 def sqlite_rows(folder: Path, table: str) -> list[Any]:

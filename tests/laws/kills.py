@@ -12,14 +12,15 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verdict import check
 from task_encoders.storage.remote_paths import RemotePath
 from tests.helpers.datasets import pack_all
-from tests.scenarios import SCENARIOS, SLOW
+from tests.helpers.formats import WRITERS
 
 #: Scenarios for which workers are spawned and killed.
 EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "refer", "videos", "qwen3_vl")
-#: For laws that run a scenario again and again.
-OFTEN = [
-    pytest.param(name, marks=pytest.mark.exhaustive) if name == SLOW else name for name in SCENARIOS
-]
+#: Scenarios of the samples of "bmr", of which the plan makes other packs: what measures and reads
+#: "bmr" does the same for them.
+PLANS = ("one kind", "locality", "few samples", "budget", "padding", "ranks", "strategy")
+#: Scenarios of the samples of "jsonl" in other formats: once packed, they are the same.
+FORMATS = tuple({*WRITERS} - {"jsonl", "pairs"})
 #: A stage's function, its task, and the advance of that task.
 Moment = tuple[str, str, int]
 #: The functions of the stages that advance, each with the files that are written when the stage is
@@ -30,6 +31,12 @@ STAGES = {
     "write_shard": ("/manifest.json", "/_packing/copies/write.json", "/_packing/write.json"),
     "verify_shard": ("/_packing/verify.json",),
 }
+
+
+def sample_of(names: Iterable[str], *left_out: str) -> list[Any]:
+    """Return scenarios for a law, of which some are tested only where every case is asked for."""
+    every = pytest.mark.exhaustive
+    return [pytest.param(name, marks=[every] * (name in left_out)) for name in names]
 
 
 class Killed(BaseException):

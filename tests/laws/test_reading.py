@@ -29,8 +29,8 @@ from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.peers import inputs_of
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import tiny_model
-from tests.laws.kills import EIGHT
-from tests.scenarios import SCENARIOS
+from tests.laws.kills import EIGHT, FORMATS, PLANS, sample_of
+from tests.scenarios import SCENARIOS, packs_of
 from tests.world import at, copy_of, task_encoder
 
 DATASETS: dict[str, Callable[..., Any]] = {
@@ -42,7 +42,7 @@ BY_ENERGON = [
     name for name, one in SCENARIOS.items() if one.layout == "energon" and one.storage != "memory"
 ]
 #: transformers has no model of the other family.
-OF_TRANSFORMERS = [name for name, one in SCENARIOS.items() if name != "llava_onevision2"]
+OF_TRANSFORMERS = [name for name in SCENARIOS if name != "llava_onevision2"]
 
 
 def folders_of(run: Run) -> Iterator[tuple[str, PackedFolder]]:
@@ -70,7 +70,7 @@ def test_rows_are_as_they_were_measured(whole: Run) -> None:
     assert found > 3
 
 
-@pytest.mark.parametrize("name", BY_ENERGON)
+@pytest.mark.parametrize("name", sample_of(BY_ENERGON, *PLANS, *FORMATS))
 def test_energon_and_numbers_give_the_same(whole: Run, place: str) -> None:
     run = copy_of(whole, place)
     check_energon(run, workers=0)
@@ -139,15 +139,14 @@ def losses_alone(model: Any, inputs: dict[str, Any], labels: torch.Tensor) -> to
     return F.cross_entropy(logits, labels[places + 1], reduction="none")
 
 
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+@pytest.mark.parametrize("name", sample_of(OF_TRANSFORMERS, *PLANS, *FORMATS))
 @torch.no_grad()
 def test_the_loss_of_a_pack_is_that_of_its_samples(whole: Run, tmp_path: Path) -> None:
     """Of the pack with most samples, each read from the source again."""
-    _, folder = next(folders_of(whole))
-    rows = [folder.row(number) for number in range(len(folder))]
-    row = max(rows, key=lambda one: len(one.sub_sample_keys))
-    batch = folder.batch([rows.index(row)])
-    samples = encoded_alone(whole, row.sub_sample_keys, tmp_path)
+    split, folder = next(folders_of(whole))
+    sizes = [len(pack.keys) for own, pack in packs_of(whole) if own == split]
+    batch = folder.batch([sizes.index(max(sizes))])
+    samples = encoded_alone(whole, batch.sub_sample_keys, tmp_path)
     assert len(samples) > 1
     family, encoder = whole.config.model.family, open_encoder(whole.config.model)
     make = functools.partial(model_of, family, tuple(encoder.media_token_ids.items()))

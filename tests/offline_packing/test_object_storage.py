@@ -39,34 +39,20 @@ def remote(local: Run, bucket: str) -> Run:
     return at(local, f"{bucket}/out")
 
 
-def test_upkeep(remote: Run, bucket: str) -> None:
-    run = remote
-    assert "measure   not begun" in status(run)
-    with run.workspace.lock(shared=False):
-        pack_all(run)
-        report(run)
-    assert "complete: 16 samples" in status(run)
-    assert f"report    {bucket}/out/_packing/report/report.html" in status(run)
-    shown = list(preview(run, packs=["0"]))
-    assert len(shown) == 1
-    name = bucket.removeprefix("s3://")
-    assert f"{name}/out" in blend([path_of(f"{bucket}/out")])  # as msc://, which Energon reads
-
-
 def test_stages_of_an_index(local: Run, bucket: str, tmp_path: Path) -> None:
     """An index in object storage gives the shards that the same local one gives."""
     found = []
     for run in (local, copy_of(local, f"{bucket}/all")):
         source = {"format": "index", "path": run.config.output.path, "name": "it"}
         stage = packed_run(source, tmp_path / f"{len(found)}", pack={"seq_length": 256})
-        assert verify(stage, deep=True).ok
         found.append(shard_files(stage))
         del found[-1]["manifest.json"]  # it names the index
+    assert verify(stage, deep=True).ok
     assert found[0] == found[1]
     assert len(found[0]) > 2
 
 
-def test_denied_writes_and_failing_requests(
+def test_an_output_in_a_bucket(
     local: Run,
     remote: Run,
     object_store: ObjectStore,
@@ -76,8 +62,9 @@ def test_denied_writes_and_failing_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A bucket that denies writes half-way: one line, and a run that goes on when it may; where a
-    tenth of the requests fail, with a line with how many were repeated."""
-    config = config_file(tmp_path / "pack.yaml", remote.config)
+    tenth of the requests fail, with a line with how many were repeated. Then it is looked at."""
+    config, name = config_file(tmp_path / "pack.yaml", remote.config), bucket.removeprefix("s3://")
+    assert "measure   not begun" in status(remote)
     for writes in (2, 9, 16):
         object_store.set_faults(Faults(writes_allowed=writes))
         code, _, said = command("run", "--quiet", config)
@@ -88,7 +75,7 @@ def test_denied_writes_and_failing_requests(
             said.splitlines(keepends=True)[-1],
         )
         assert "test-secret" not in said
-        assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+        assert object_store.unfinished_uploads(name) == []
     object_store.fail(0.1)
     with caplog.at_level("INFO"), remote.workspace.lock():
         pack_all(remote)
@@ -96,7 +83,12 @@ def test_denied_writes_and_failing_requests(
     object_store.set_faults()
     assert re.search(r"s3://.*/out: \d+ requests failed and were made again", caplog.text)
     assert object_store.objects(f"{bucket}/out") == files_of(local.workspace.root)
-    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+    assert object_store.unfinished_uploads(name) == []
+    report(remote)
+    assert "complete: 16 samples" in (text := status(remote))
+    assert f"report    {bucket}/out/_packing/report/report.html" in text
+    assert len(list(preview(remote, packs=["0"]))) == 1
+    assert f"{name}/out" in blend([path_of(f"{bucket}/out")])  # as msc://, which Energon reads
 
 
 def test_scratch_of_a_killed_run_is_removed(

@@ -11,11 +11,9 @@ import pytest
 from offline_packing.engines.local import advance
 from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.errors import ConfigError
-from offline_packing.runs.run import Run
-from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import captioning_pairs, make_config, pack_all, packed_run
 
+# Ray's workers import this module: what takes long is imported where it is used.
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
 
@@ -55,10 +53,9 @@ def test_results_and_failures(engine: RayEngine) -> None:
 
 
 def test_killed_worker(engine: RayEngine, tmp_path: Path) -> None:
-    markers = [tmp_path / str(i) for i in range(3)]
-    found = list(engine.run(die_once, markers))
-    assert len(found) == 3
-    assert all(marker.exists() for marker in markers)
+    (found,) = engine.run(die_once, [tmp_path / "died"])
+    assert found != os.getpid()
+    assert (tmp_path / "died").exists()
 
 
 def test_an_option_that_ray_lacks() -> None:
@@ -70,6 +67,10 @@ def test_an_option_that_ray_lacks() -> None:
 
 
 def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
+    from offline_packing.runs.run import Run
+    from offline_packing.verify.verify import verify
+    from tests.helpers.datasets import captioning_pairs, make_config, pack_all, packed_run
+
     captions = captioning_pairs(tmp_path / "data")
     local = packed_run(captions, tmp_path / "local")
     run = Run(make_config(captions, tmp_path / "ray"), engine)

@@ -15,9 +15,9 @@ import pytest
 from offline_packing.engines import local
 from offline_packing.engines.local import LocalEngine, advance
 from offline_packing.errors import StageError
-from offline_packing.runs.run import build_engine
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import make_config
+
+# Workers import this module: what takes long is imported where it is used.
 
 
 def square(number: int) -> int:
@@ -90,21 +90,16 @@ def test_tasks_are_drawn_as_needed(engine: LocalEngine) -> None:
     assert len(list(results)) == 99
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_first_failure_is_raised(workers: int) -> None:
-    with LocalEngine(workers) as engine, pytest.raises(SampleError, match="bad_json: third"):
-        list(engine.run(fail, range(100)))
-
-
-def test_tasks_are_cancelled_by_their_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that a signal ended at this moment would also end the pool's thread, with the
-    traceback of an InvalidStateError (Python 3.11)."""
+def test_first_failure_is_raised(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool alone cancels tasks: a worker that a signal ended at this moment would also end the
+    pool's thread, with the traceback of an InvalidStateError (Python 3.11)."""
     cancelled_in: list[threading.Thread] = []
     monkeypatch.setattr(
         Future, "cancel", lambda _: cancelled_in.append(threading.current_thread()) is not None
     )
-    with LocalEngine(2) as engine, pytest.raises(SampleError, match="third"):
-        list(engine.run(fail, range(8)))
+    for one in (engine, LocalEngine(0)):
+        with pytest.raises(SampleError, match="bad_json: third"):
+            list(one.run(fail, range(100)))
     assert threading.main_thread() not in cancelled_in
 
 
@@ -134,6 +129,9 @@ def test_a_task_above_its_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offline_packing.runs.run import build_engine
+    from tests.helpers.datasets import make_config
+
     monkeypatch.setitem(sys.modules, "ray", None)
     config = make_config(tmp_path / "data", tmp_path / "out", engine={"name": "ray"})
     needed = r"pip install 'ray>=2.55' \(in a clone: pip install -e '\.\[ray\]'\)"

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import offline_packing
-from offline_packing.report.report import report
+from offline_packing.measure.measure import measure
 from offline_packing.runs import run as run_module
 from offline_packing.runs.run import Run
+from offline_packing.runs.warnings import run_warnings
 from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
 from offline_packing.storage.files import read_json
@@ -29,8 +30,7 @@ from tests.helpers.datasets import (
     image_bytes,
     make_config,
     make_run,
-    pack_all,
-    plan_summary,
+    plan_index,
     write_json,
 )
 from tests.helpers.formats import lines, of_lines, write_file
@@ -264,13 +264,10 @@ def asked(i: int, image: int, answer: str = "") -> dict[str, Any]:
     return {"image": f"{image}.jpg", "question": "What?", "answer": answer or f"This is {i}."}
 
 
-def told(run: Run) -> list[str]:
-    """The warnings of the summary, which are also the report's."""
-    pack_all(run)
-    summary = plan_summary(run)
-    report(run)
-    figures = read_json(run.workspace.report / "report.json")["figures"]
-    found: list[str] = [row["warning"] for row in figures.get("warnings", {"rows": []})["rows"]]
+def warned(run: Run) -> list[str]:
+    """Return the warnings of a plan's summary."""
+    found = [*run_warnings(run.config, measure(run), plan_index(run).packs)]
+    summary = (run.workspace.plan / "summary.txt").read_text()
     assert all(f"\n  {line}\n" in summary for line in found)
     return found
 
@@ -279,13 +276,15 @@ def test_conversations_as_vqa(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     record = {"image": "0.jpg", "messages": dialogue("<image>a", "b", "c", "d")}
     records = [asked(0, 1), {**record, "id": 1}, {**record, "id": 2, "system": "Be brief."}]
     run = run_of(tmp_path / "vqa", records)
-    (line,) = told(run)
+    (line,) = warned(run)
     assert line.startswith("2 of 3 samples have several turns under task vqa")
     assert offline_packing.pack(run.config).warnings == (line,)
+    figures = read_json(run.workspace.report / "report.json")["figures"]
+    assert [row["warning"] for row in figures["warnings"]["rows"]] == [line]
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
         f"pack: warning: {line}"
     ]
-    assert told(run_of(tmp_path / "bmr", records, "bmr")) == []
+    assert warned(run_of(tmp_path / "bmr", records, "bmr")) == []
 
 
 NAME_ONE = "training reads train: name one of them so, unless the output is for validation alone"
@@ -306,7 +305,7 @@ NAME_ONE = "training reads train: name one of them so, unless the output is for 
 def test_splits_that_leave_little_to_train(
     split: dict[str, float], line: str, tmp_path: Path
 ) -> None:
-    found = told(run_of(tmp_path, [asked(i, i) for i in range(10)], split=split))
+    found = warned(run_of(tmp_path, [asked(i, i) for i in range(10)], split=split))
     assert [one for one in found if "output.split" in one] == ([line] if line else [])
 
 
@@ -321,7 +320,7 @@ def test_copies_in_a_second_source(tmp_path: Path) -> None:
         for name in ("one", "two", "three")
     ]
     several = replace(run, config=run.config.model_copy(update={"source": tuple(sources)}))
-    found = [line for line in told(several) if line.startswith("source ")]
+    found = [line for line in warned(several) if line.startswith("source ")]
     assert found == [
         "source two: 10 of 10 samples stand in source one, too",
         "source three: 8 of 10 samples stand in source one, too",
@@ -338,7 +337,7 @@ def test_packs_longer_than_the_positions_of_a_checkpoint(
     write_json(checkpoint / "config.json", {"model_type": "qwen2_vl", "text_config": text})
     run = run_of(tmp_path / "data", [asked(i, i, "Yes. " * i) for i in range(10)])
     model = model_options(processor=str(checkpoint))
-    found = told(replace(run, config=run.config.model_copy(update={"model": model})))
+    found = warned(replace(run, config=run.config.model_copy(update={"model": model})))
     lines = [line for line in found if "max_position_embeddings" in line]
     assert len(lines) == is_told
     if is_told:

@@ -107,7 +107,7 @@ def test_temporary_folders_of_others_vanish_while_one_is_made() -> None:
     """Threads and processes share the folder they lie in, and each removes its own."""
 
     def use(number: int) -> None:
-        for _ in range(200):
+        for _ in range(50):
             with temporary_folder() as folder:
                 (folder / str(number)).touch()
 
@@ -115,7 +115,7 @@ def test_temporary_folders_of_others_vanish_while_one_is_made() -> None:
         assert list(pool.map(use, range(4))) == [None] * 4
 
 
-NUM_ROWS = 200
+NUM_ROWS = 160
 
 
 def huge_group(root: Path, size: int = NUM_ROWS) -> Source:
