@@ -22,6 +22,7 @@ from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extensi
 from task_encoders.packs.stored_media import with_stored_media
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
+from task_encoders.storage.remote_requests import RemoteError
 from task_encoders.versions import require_supported
 
 require_supported("megatron-energon")
@@ -104,7 +105,7 @@ def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
     record = parse_json(pack.record, pack.key)
     try:
         return {"record": record, "media": dict(pack.media)}
-    except (PackFormatError, OSError) as error:
+    except (PackFormatError, OSError, RemoteError) as error:
         raise FatalSampleError(f"pack {pack.key!r}: {error}") from error
 
 

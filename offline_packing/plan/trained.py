@@ -14,7 +14,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.records import own_keys
 from offline_packing.index.table import Index
-from offline_packing.online.ranks.pack_costs import artifacts_of, numbers_in_plans, schedule_of
+from offline_packing.online.ranks.pack_costs import planned_outputs, schedule_of
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.training_run import Trained, TrainedStage
 from offline_packing.sources.options import place_of
@@ -127,12 +127,9 @@ def _trained_of(
     counts = np.zeros(len(folder), np.int64)
     for items in trained_items(stage.loader, schedule):
         np.add.at(counts, items, 1)
-    for root, numbers, planned in numbers_in_plans(folder):
-        manifest = read_manifest(root)
-        samples, plan = artifacts_of(root, manifest)
-        assert manifest is not None  # `artifacts_of` refuses None
+    for manifest, samples, plan, numbers, places in planned_outputs(folder):
         of_packs = np.zeros(plan.num_packs, np.int64)
-        np.add.at(of_packs, planned, counts[numbers])
+        np.add.at(of_packs, places, counts[numbers])
         each = np.repeat(of_packs, np.diff(plan.pack_offsets))
         times = np.bincount(plan.sample_ids, each, samples.info.num_samples)
         yield manifest, samples, times.astype(np.int64)

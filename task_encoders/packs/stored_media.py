@@ -17,10 +17,10 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from task_encoders.packs.pack import Pack, PackFormatError, parse_json
-from task_encoders.storage.paths import REMEDY, is_url, path_of
+from task_encoders.storage.paths import REMEDY, is_url, path_of, read_range
 
 MEDIA_ROOTS: Final = "media_roots.json"
 
@@ -59,59 +59,38 @@ def read_media_roots(folder: str) -> Mapping[str, str]:
         raise PackFormatError(f"{path} cannot be used ({error}); {REMEDY}") from error
 
 
-class StoredMedium(NamedTuple):
-    """Address of the bytes of an image or a video."""
-
-    #: absolute, or a URL of fsspec
-    path: str
-    #: None: it is the whole file
-    offset: int | None
-    size: int
-    #: modification time of the file; 0 of a remote one
-    mtime_ns: int
-
-    @classmethod
-    def at(cls, place: Place, folder: str) -> "StoredMedium":
-        """Resolve a place in a pack of an output. Raises PackFormatError."""
-        try:
-            root, file, offset, size, mtime_ns = place
-            return cls(f"{read_media_roots(folder)[root]}/{file}", offset, size, mtime_ns)
-        except (LookupError, TypeError, ValueError) as error:
-            if isinstance(error, PackFormatError):
-                raise
-            what = f"no medium is at {place!r}"[:200]
-            raise PackFormatError(f"{folder}: {what} by {MEDIA_ROOTS}; {REMEDY}") from error
-
-    def read(self, count: int | None = None) -> bytes:
-        """Read the bytes, or the first `count`. Raises MovedMediumError if they no longer exist, or
-        the file has another size or was written to."""
-        count = self.size if count is None else count
-        begin, mtime_ns = self.offset or 0, 0
-        try:
-            if is_url(self.path):
-                data, file_size = _read_remote(self.path, begin, count)
-            else:
-                with open(self.path, "rb", buffering=0) as file:
-                    data = os.pread(file.fileno(), count, begin)
-                    found = os.fstat(file.fileno())
-                file_size, mtime_ns = found.st_size, found.st_mtime_ns
-        except OSError as error:
-            raise MovedMediumError.gone(self.path, error.strerror or error) from error
-        end = begin + self.size
-        if file_size < end or len(data) < count or (self.offset is None and file_size != end):
-            raise MovedMediumError.changed(self.path, f"{file_size} bytes, were {end}")
-        if mtime_ns != self.mtime_ns:
-            raise MovedMediumError.changed(self.path, "another time")
-        return data
-
-
-def _read_remote(url: str, begin: int, count: int) -> tuple[bytes, int]:
-    """Read bytes of a remote file, and return them with its size."""
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(url)
-    data = filesystem.cat_file(path, start=begin, end=begin + count) if count else b""
-    return data, filesystem.size(path)
+def _read_at(place: Place, folder: str, count: int | None) -> bytes:
+    """Read a medium at a place in a pack of an output, or its first `count` bytes. Raises
+    PackFormatError; MovedMediumError if the medium no longer exists, or its file has another size
+    or was written to; RemoteError."""
+    try:
+        root, file, offset, size, packed_ns = place
+        path = f"{read_media_roots(folder)[root]}/{file}"
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, PackFormatError):
+            raise
+        what = f"no medium is at {place!r}"[:200]
+        raise PackFormatError(f"{folder}: {what} by {MEDIA_ROOTS}; {REMEDY}") from error
+    count = size if count is None else count
+    begin, mtime_ns = offset or 0, 0
+    try:
+        if is_url(path):
+            remote = path_of(path)
+            data = read_range(remote, begin, begin + count) if count else b""
+            file_size = remote.stat().st_size
+        else:
+            with open(path, "rb", buffering=0) as opened:
+                data = os.pread(opened.fileno(), count, begin)
+                found = os.fstat(opened.fileno())
+            file_size, mtime_ns = found.st_size, found.st_mtime_ns
+    except OSError as error:
+        raise MovedMediumError.gone(path, error.strerror or error) from error
+    end = begin + size
+    if file_size < end or len(data) < count or (offset is None and file_size != end):
+        raise MovedMediumError.changed(path, f"{file_size} bytes, were {end}")
+    if mtime_ns != packed_ns:
+        raise MovedMediumError.changed(path, "another time")
+    return data
 
 
 class StoredMedia(Mapping[str, bytes]):
@@ -127,10 +106,10 @@ class StoredMedia(Mapping[str, bytes]):
 
     def _read(self, name: str, count: int | None = None) -> bytes:
         try:
-            return StoredMedium.at(self._places[name], self._folder).read(count)
+            return _read_at(self._places[name], self._folder, count)
         except PackFormatError:
             read_media_roots.cache_clear()  # perhaps the data moved since
-            return StoredMedium.at(self._places[name], self._folder).read(count)
+            return _read_at(self._places[name], self._folder, count)
 
     def __getitem__(self, name: str) -> bytes:
         return self._read(name)

@@ -169,22 +169,6 @@ def test_pixels_sent_as_bytes_become_the_same_values(folder: Path) -> None:
             assert torch.equal(getattr(same, name), getattr(values, name)), name
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pixel_transport": "float16"}, "pixel_transport is 'float16'; it must be 'float32'"),
-        ({"encode_threads": 0}, "encode_threads is 0; it must be at least 1"),
-        (
-            {"pad_to_seq_length": True, "pad_multiple": 24},
-            "2048 is not a multiple of pad_multiple 24; set",
-        ),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        task_encoder(**options)
-
-
 def test_rows_can_be_padded_to_the_sequence_length(folder: Path) -> None:
     for batch in itertools.islice(batches(folder, task_encoder(pad_to_seq_length=True)), 3):
         assert batch.tokens.shape == (1, 2048)

@@ -26,11 +26,10 @@ def run_suite(output: Path, *parts: str, deadline: int) -> str:
 
 
 def test_parts_end_where_they_need_a_gpu(tmp_path: Path) -> None:
-    said = run_suite(tmp_path / "out", "unknown", "smoke", "fla", deadline=560)
+    said = run_suite(tmp_path / "out", "unknown", "smoke", deadline=560)
     assert "unknown part; choose from: smoke tests fla train bench vqa" in said
     assert "no CUDA device: stopped before torch's varlen attention" in said
-    assert "no CUDA device: stopped before flash-linear-attention's kernels" in said
-    assert all(line in said for line in ("imports: ok", "smoke done", "fla done"))
+    assert all(line in said for line in ("imports: ok", "smoke done"))
     late = run_suite(tmp_path / "late", "smoke", "bench", deadline=0)  # no time is left
     assert all(line in late for line in ("smoke skipped", "demo data skipped"))
     assert late.rstrip().endswith("end")
@@ -43,6 +42,7 @@ RUNS = ("own", "own_unfused", "transformers")
 @pytest.mark.parametrize(
     ("part", "lines", "files"),
     [
+        ("fla", ["stopped before flash-linear-attention's kernels", "fla done"], set()),
         ("tests", ["tests of parallel done"], {"tests.txt"}),
         ("train", [*(f"{run} done" for run in RUNS), "step 12/12"], {f"{r}.jsonl" for r in RUNS}),
     ],

@@ -403,7 +403,7 @@ def _plan_mixture(
     np.add.at(of_packs, (pack_of_use, source_ids[packs.sample_ids]), tokens[packs.sample_ids])
     rows = []
     for num_ranks in (1, 8, 32):
-        epoch = InTurn([packs.num_packs], num_ranks, repeat=False).epoch(0)
+        epoch = InTurn(packs.num_packs, num_ranks, repeat=False).epoch(0)
         read = [epoch.items(step, rank) for step in range(len(epoch)) for rank in range(num_ranks)]
         order = np.concatenate(read)
         blocks = len(order) // (block * packs_per_step)

@@ -1,10 +1,10 @@
 """Training cost of each pack of a written folder, and the schedule of its packs."""
 
-import logging
 from collections.abc import Iterator
+from itertools import accumulate
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,10 @@ from task_encoders.loading.schedule import InTurn, Schedule
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.storage.paths import path_of
 
-logger = logging.getLogger(__name__)
+_UNKNOWN: Final = (
+    "{} has no index and plan (_packing/) that say what its packs cost; copy them from where it "
+    "was packed, or give RankSchedule lengths and costs of your own"
+)
 
 
 def pack_costs(
@@ -41,15 +44,22 @@ def pack_costs(
     Raises:
         StageError: a folder has no index and plan, or they belong to other shards.
     """
-    tokens, _, tower, language = _planned(folder, model)
-    return tokens.astype(np.int64), tower + language
+    tokens, costs = np.empty(len(folder), np.int64), np.empty(len(folder))
+    for manifest, samples, plan, numbers, places in planned_outputs(folder):
+        cost = model or model_cost(model_options(**manifest.config["model"]))
+        table = pack_table(samples, plan, cost)
+        each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
+        tokens[numbers] = np.add.reduceat(each, plan.pack_offsets[:-1])[places]
+        costs[numbers] = (table.tower + table.language)[places]
+    return tokens, costs
 
 
 def pack_columns(folder: PackedFolder) -> PackColumns:
     """Return media, and operations of tower and language model, of each pack, in the folder's
-    order: from its manifests, or, if they lack them, from index and plan. Raises StageError as
-    `pack_costs`."""
-    return folder.columns() or PackColumns(*_planned(folder, None)[1:])
+    order, from its manifests. Raises StageError if there is none."""
+    if (columns := folder.columns()) is None:
+        raise StageError(_UNKNOWN.format(folder.path))
+    return columns
 
 
 def schedule_of(
@@ -66,7 +76,7 @@ def schedule_of(
 
     `balanced`: at each step all ranks train rows of similar cost, in a new order in every epoch.
     Packed with `pack.order.uniform`, all rows of a step have images, or videos, or none has. Raises
-    StageError as `pack_costs`.
+    StageError as `pack_columns`.
     """
     if order == "written":
         return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
@@ -86,44 +96,33 @@ def schedule_of(
     )
 
 
-def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:
-    """Return tokens, media, tower and language operations of each pack, in the folder's order."""
-    columns: list[npt.NDArray[Any]] = []
-    for root, numbers, planned in numbers_in_plans(folder):
-        samples, plan = artifacts_of(root, manifest := read_manifest(root))
-        assert manifest is not None  # artifacts_of refuses None
-        cost = model or model_cost(model_options(**manifest.config["model"]))
-        table = pack_table(samples, plan, cost)
-        each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
-        tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
-        found: tuple[npt.NDArray[Any], ...] = tokens, table.media, table.tower, table.language
-        columns = columns or [np.empty(len(folder), values.dtype) for values in found]
-        for column, values in zip(columns, found, strict=True):
-            column[numbers] = values[planned]
-    return tuple(columns)
+class PlannedOutput(NamedTuple):
+    """An output in a folder or a blend, with what its packs were written from."""
+
+    manifest: Manifest
+    samples: Index
+    plan: PackPlan
+    #: of its packs, in the folder and in the plan, (num_packs,)
+    numbers: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
 
 
-def numbers_in_plans(
-    folder: PackedFolder,
-) -> Iterator[tuple[Path, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield the outputs in a folder, or a blend, and for each the numbers of its packs in the
-    folder and in its plan, (num_packs,)."""
-    planned, roots = [], list(dict.fromkeys(shard.root for shard in folder.shards))
-    places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
-    found = {root: one for root in roots if (one := read_manifest(root)) is not None}
-    for root, manifest in found.items():
-        first = 0
-        for line in manifest.shards:
-            places[root / line.name] = first
-            first += line.packs
-    for shard in folder.shards:
-        # Callers refuse an output without a manifest; in any other, every shard has its place.
-        first = places[shard.path] if shard.root in found else 0
-        planned.append(first + np.arange(shard.start, shard.end))
-    in_plan, outputs = np.concatenate(planned)[folder.order], _outputs(folder)
-    for number, root in enumerate(roots):
+def planned_outputs(folder: PackedFolder) -> Iterator[PlannedOutput]:
+    """Yield the outputs in a folder. Raises StageError as `pack_costs`."""
+    roots = dict.fromkeys(shard.root for shard in folder.shards)
+    manifests = {root: read_manifest(root) for root in roots}
+    firsts: dict[Path, int] = {}  # the place of each shard's first pack
+    for root, manifest in manifests.items():
+        lines = () if manifest is None else manifest.shards
+        counts = accumulate((line.packs for line in lines), initial=0)
+        firsts |= zip((root / line.name for line in lines), counts, strict=False)
+    in_shards = [firsts.get(one.path, 0) + np.arange(one.start, one.end) for one in folder.shards]
+    places, outputs = np.concatenate(in_shards)[folder.order], _outputs(folder)
+    for number, (root, manifest) in enumerate(manifests.items()):
+        samples, plan = artifacts_of(root, manifest)
+        assert manifest is not None  # it would be refused
         own = np.flatnonzero(outputs == number)
-        yield root, own, in_plan[own]
+        yield PlannedOutput(manifest, samples, plan, own, places[own])
 
 
 def _outputs(folder: PackedFolder) -> npt.NDArray[np.int64]:
@@ -146,10 +145,7 @@ def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan
     workspace = Workspace(path_of(root))
     receipt, info = workspace.read_plan(), IndexInfo.load(workspace.packing)
     if manifest is None or receipt is None or info is None:
-        raise StageError(
-            f"{root} has no index and plan (_packing/) that say what its packs cost; copy them "
-            "from where it was packed, or give RankSchedule lengths and costs of your own"
-        )
+        raise StageError(_UNKNOWN.format(root))
     if hash_plan(receipt) != manifest.plan or receipt.inputs.get("index") != info.hash:
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
     return Index(workspace.index, info), load_plan(workspace, receipt).packs

@@ -58,8 +58,8 @@ def test_no_sample_is_lost_of_a_stream_that_divides_itself(num_workers: int) -> 
 
 
 def test_a_worker_whose_own_part_is_empty_has_no_packs() -> None:
-    loader = loader_of(packed(Divided, LENGTHS[:3], split=False), 4)
-    assert sorted(chain(*numbers(loader))) == [0, 1, 2]
+    loader = loader_of(packed(Divided, LENGTHS[:1], split=False), 2)
+    assert numbers(loader) == [[0]]
     with pytest.raises(StageError, match="the dataset is empty"):
         list(packed(Divided, [], split=False))
 
@@ -208,18 +208,12 @@ def test_an_error_of_the_dataset_is_raised_behind_the_items_before_it() -> None:
     assert list(items) == []
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataset_without_a_state_or_epochs(num_workers: int) -> None:
+def test_a_dataset_without_a_state_or_epochs() -> None:
     """It is read again up to the last item taken."""
-
-    def make() -> Any:
-        return loader_of(Prefetched(Stream(range(20))), num_workers)
-
-    loader = make()
+    loader, resumed = (loader_of(Prefetched(Stream(range(20)))) for _ in range(2))
     loader.dataset.set_epoch(1)
     items = iter(loader)
     assert [next(items) for _ in range(7)] == list(range(7))
-    resumed = make()
     resumed.load_state_dict(loader.state_dict())
     assert list(resumed) == list(range(7, 20))
     assert list(resumed) == list(range(20))

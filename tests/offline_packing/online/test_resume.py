@@ -133,13 +133,14 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
     ("front", "workers", "ranks", "every"),
     [
         *((front, 0, 1, 14 if "endless" in front else 6) for front in DATASETS),
-        *[("Energon", 0, 1, 4), ("Energon endless", 0, 1, 19)],
-        *[("auto", 1, 1, 9), ("constant", 2, 1, 9), ("dynamic", 0, 2, 5)],
-        *[("endless", 2, 2, 26), ("endless savable", 2, 2, 26)],
+        *[("Energon", 0, 1, 8), ("Energon endless", 0, 1, 19)],
+        *[("auto", 1, 1, 19), ("constant", 2, 1, 13), ("dynamic", 0, 2, 5)],
+        ("endless savable", 2, 2, 26),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                *[("auto", 4, 2, 9), ("dynamic", 4, 2, 9), ("endless stream", 2, 2, 26)],
+                *[("auto", 4, 2, 9), ("dynamic", 4, 2, 9), ("constant", 2, 1, 9)],
+                *[("endless", 2, 2, 26), ("endless stream", 2, 2, 26)],
                 *[("Energon", 2, 1, 4), ("Energon endless", 1, 2, 19)],
             )
         ),
@@ -172,18 +173,15 @@ def test_a_restored_loader_gives_the_same_tail(
     assert max(times.values()) - min(times.values()) <= 2
 
 
-@pytest.mark.parametrize("front", ["auto", "Energon"])
-def test_a_worker_that_is_killed_ends_the_run_and_its_state_goes_on(
-    front: str, dialogues: Path
-) -> None:
-    with loading(front, dialogues, workers=1) as loader:
+def test_a_worker_that_is_killed_ends_the_run_and_its_state_goes_on(dialogues: Path) -> None:
+    with loading("Energon", dialogues, workers=1) as loader:
         rows = iter(loader)
         content([next(rows)])
         state = pickle.dumps(loader.state_dict())
         expected = content([next(rows)])
         with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
-            kill_worker(getattr(loader, "loader", loader), rows)
-    with loading(front, dialogues, workers=1) as resumed:
+            kill_worker(loader.loader, rows)
+    with loading("Energon", dialogues, workers=1) as resumed:
         resumed.load_state_dict(pickle.loads(state))
         assert content(islice(resumed, 1)) == expected
 

@@ -4,7 +4,6 @@ written again, and media that are damaged, while packs are read."""
 import collections
 import functools
 import itertools
-import multiprocessing
 import pickle
 import re
 import tarfile
@@ -73,7 +72,7 @@ def states_of(loader: Any, count: int) -> tuple[list[str], list[Any]]:
         (0, False, EVERY_STEP, 1),
         (0, True, EVERY_STEP, 1),
         # At the end, where workers have ended and others not, packs came twice, and others never.
-        (2, False, (0, 1, 5, 8, 9), 1),
+        (2, False, (1, 8), 1),
         (4, False, (8,), 1),
         (2, True, (3, 6), 2),
         pytest.param(2, False, EVERY_STEP, 2, marks=pytest.mark.exhaustive),
@@ -203,7 +202,7 @@ def captions_encoder(**options: int) -> PackedTaskEncoder:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["packed", "v1.yaml", "v2.yaml", "nested.yaml"])
+@pytest.mark.parametrize("name", ["packed", "v1.yaml", "nested.yaml"])
 def test_every_way_checks_every_dataset(mode: str, name: str, measured: Path) -> None:
     MODES[mode](measured / name, captions_encoder())
     for option, value, said in (
@@ -264,7 +263,7 @@ ERRORS = (FatalSampleError, PackFormatError, PackedFolderError)
 
 def alike(root: Path) -> Path:
     """Captions and pictures of one size, so that packs of another order lie at the same offsets."""
-    for i in range(64):
+    for i in range(40):
         write_json(root / f"{i:02d}.json", {"caption": f"a picture of {chr(97 + i % 26)} {i:02d}"})
         (root / f"{i:02d}.jpg").write_bytes(image_bytes())
     return root
@@ -279,14 +278,6 @@ def run_of(root: Path, source: str, seed: int = 0, **output: Any) -> Run:
     pack = {"seq_length": CAPTION_LENGTH if source == "alike" else 256, "seed": seed}
     sections = {"pack": pack, "output": {"packs_per_shard": 2, "overwrite": True, **output}}
     return make_run(data if data.exists() else SOURCES[source](data), root / "out", **sections)
-
-
-def write_again(run: Run) -> None:
-    """In another process, which has written everything when this returns."""
-    writer = multiprocessing.get_context("fork").Process(target=pack_all, args=(run,))
-    writer.start()
-    writer.join()
-    assert writer.exitcode == 0
 
 
 def by_energon(path: Any, workers: int = 0) -> Iterator[PackedBatch]:
@@ -306,11 +297,9 @@ READERS = {"Energon": by_energon, "folder": by_number}
     ("reader", "workers", "source", "media"),
     [
         ("Energon", 0, "alike", "copy"),
-        ("Energon", 1, "mixed", "copy"),
-        ("folder", 0, "alike", "copy"),
         ("folder", 1, "mixed", "copy"),
         ("folder", 0, "alike", "refer"),
-        ("Energon", 0, "mixed", "refer"),
+        ("Energon", 1, "mixed", "refer"),
     ],
 )
 def test_a_reader_stops_at_packs_of_another_plan(
@@ -326,7 +315,7 @@ def test_a_reader_stops_at_packs_of_another_plan(
     found = keys_of(batches, 3)
     sent = pickle.dumps(PackedFolder(root, captions_encoder(pad_multiple=1)))
     assert len(pickle.loads(sent)) == len(expected)
-    write_again(run_of(tmp_path, source, seed=1, media=media))
+    pack_all(run_of(tmp_path, source, seed=1, media=media))
     with pytest.raises(ERRORS, match=STOPPED) as stopped:
         found.extend(" ".join(batch.sub_sample_keys) for batch in batches)
     assert found == expected[: len(found)]
@@ -351,16 +340,15 @@ def test_a_reader_names_an_output_that_is_being_written_again(reader: str, tmp_p
         list(batches)
 
 
-@pytest.mark.parametrize("media", ["copy", "refer"])
 def test_remote_packs_that_are_written_again(
-    media: str, tmp_path: Path, object_store: ObjectStore, bucket: str
+    tmp_path: Path, object_store: ObjectStore, bucket: str
 ) -> None:
-    run = run_of(tmp_path, "mixed", media=media)
+    run = run_of(tmp_path, "mixed")
     pack_all(run)
     object_store.put_folder(run.workspace.root, f"{bucket}/packs")
     packs = PackedFolder(f"{bucket}/packs", captions_encoder(pad_multiple=1))
     assert packs.batch([0]).sub_sample_keys
-    pack_all(run_of(tmp_path, "mixed", seed=1, media=media))
+    pack_all(run_of(tmp_path, "mixed", seed=1))
     object_store.put_folder(run.workspace.root, f"{bucket}/packs")
     for number in range(1, len(packs)):
         with pytest.raises(ERRORS, match=STOPPED):
@@ -389,8 +377,7 @@ def zeroed(data: bytes) -> bytes:
     raise AssertionError("no such place")
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("extension", ["jpg", "png"])
+@pytest.mark.parametrize(("reader", "extension"), [("Energon", "jpg"), ("folder", "png")])
 def test_a_picture_with_zeroed_bytes_is_left_out_and_named(
     reader: str, extension: str, world: World, tmp_path: Path
 ) -> None:

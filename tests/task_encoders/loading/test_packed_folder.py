@@ -64,8 +64,8 @@ def test_a_dataloader_reads_it(run: Run) -> None:
 
 
 def test_a_blend(run: Run, world: World, tmp_path: Path) -> None:
-    """Each pack once, and the datasets mixed."""
-    runs = (run, world.run("captioning"))
+    """Each pack once, and the datasets mixed; one of them refers to its media."""
+    runs = (run, world.run("captioning", output={"media": "refer"}))
     single = {one.config.task: batches_of(one.workspace.root, task_encoder(one)) for one in runs}
     path = blend_of(tmp_path / "blend.yaml", [one.workspace.root for one in runs], epochs=1)
     folder = PackedFolder(path, task_encoder(run, settings=PackingSettings(packed=True)))
@@ -149,33 +149,30 @@ def blend(folders: Path, *entries: str, split: str = "train") -> Path:
     return blend_of(folders / "blend.yaml", entries, splits=(split,))
 
 
-@pytest.mark.parametrize(
-    ("entries", "split", "expected", "said"),
-    [
-        (["a, weight: 3", "b, weight: 6"], "train", "b0 a0 b1 b2 a1 b3 b4 a2 b5", ""),
-        # an epoch is as long as each pack needs to come once; what comes more often is said
-        (["a, weight: 1", "b, weight: 1"], "train", "a0 b0 a1 b1 a2 b2 a0 b3 a1 b4 a2 b5",
-         "an epoch has 12 packs: 6 of the 3 of {}/a, 6 of the 6 of"),
-        (["b, repetitions: 2, subset: {range: [1, 4]}", "a, subset: {range: [1, end]}"], "train",
-         "b1 b2 a1 b3 b1 b2 a2 b3", "an epoch has 8 packs"),
-        (["a, repetitions: 1.34"], "train", "a0 a1 a2 a0", "an epoch has 4 packs"),
-        # one dataset after the other, as Energon validates
-        (["b, weight: 1, split_part: train", "a, weight: 1, split_part: train"], "val",
-         "b0 b1 b2 b3 b4 b5 a0 a1 a2", ""),
-    ],
-)  # fmt: skip
-def test_packs_of_an_epoch(
-    entries: list[str],
-    split: str,
-    expected: str,
-    said: str,
-    folders: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = blend(folders, *(f"path: {entry}" for entry in entries), split=split)
-    assert keys(path, split) == expected.split()
-    assert said.format(folders) in caplog.text
-    assert bool(caplog.records) == bool(said)
+def test_packs_of_an_epoch(folders: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By weight it is as long as each pack needs to come once; what comes more often is said."""
+    each: list[tuple[list[str], str, str]] = [
+        (["a, weight: 3", "b, weight: 6"], "b0 a0 b1 b2 a1 b3 b4 a2 b5", ""),
+        (
+            ["a, weight: 1", "b, weight: 1"],
+            "a0 b0 a1 b1 a2 b2 a0 b3 a1 b4 a2 b5",
+            "an epoch has 12 packs: 6 of the 3 of {}/a, 6 of the 6 of",
+        ),
+        (
+            ["b, repetitions: 2, subset: {range: [1, 4]}", "a, subset: {range: [1, end]}"],
+            "b1 b2 a1 b3 b1 b2 a2 b3",
+            "an epoch has 8 packs",
+        ),
+        (["a, repetitions: 1.34"], "a0 a1 a2 a0", "an epoch has 4 packs"),
+    ]
+    for entries, expected, said in each:
+        caplog.clear()
+        assert keys(blend(folders, *(f"path: {one}" for one in entries))) == expected.split()
+        assert said.format(folders) in caplog.text
+        assert bool(caplog.records) == bool(said)
+    parts = (f"path: {name}, weight: 1, split_part: train" for name in "ba")
+    validated = keys(blend(folders, *parts, split="val"), "val")  # one after the other
+    assert validated == "b0 b1 b2 b3 b4 b5 a0 a1 a2".split()
 
 
 def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
@@ -238,19 +235,21 @@ def make_encoder(settings: PackingSettings = SETTINGS) -> PackedTaskEncoder:
 def test_remote_packs_are_those_that_are_here(
     media: str, protocol: str, layouts: Any, store: Any
 ) -> None:
-    """By Energon's loader, saved in the middle; and by number in a forked process, which has
+    """By Energon's loader, saved in the middle, and by number; also in a forked process, which has
     connections of its own."""
     url, encoder = store(layouts(media), protocol), make_encoder()
-    with loading(url, encoder, 1) as loader:
+    workers = int(protocol == "s3")
+    with loading(url, encoder, workers) as loader:
         found = list(itertools.islice(loader, 5))
         state = loader.save_state_rank()
-    found += batches_of(url, encoder, 1, state=state)
-    assert_same(found, batches_of(layouts(media), encoder, 1))
+    found += batches_of(url, encoder, workers, state=state)
+    local = PackedFolder(layouts(media), encoder)
+    expected = [local.batch([number]) for number in range(len(local))]
+    assert_same(found, expected)
     assert not any(secret in repr(vars(state)) for secret in ("test-key", "test-secret"))
     folder: Any = PackedFolder(url, encoder)
-    local = PackedFolder(layouts(media), encoder)
-    by_number = list(DataLoader(folder, collate_fn=folder.collate, num_workers=1))
-    assert_same(by_number, [local.batch([number]) for number in range(len(local))])
+    options: dict[str, Any] = {"collate_fn": folder.collate, "num_workers": 1 - workers}
+    assert_same(list(DataLoader(folder, **options)), expected)
 
 
 def test_a_blend_of_here_and_there(world: World, layouts: Any, store: Any, tmp_path: Path) -> None:

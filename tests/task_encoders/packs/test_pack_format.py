@@ -74,12 +74,11 @@ def test_round_trip(pack: tuple[str, list[PackedSubSample]]) -> None:
     assert ("tools" in record["meta"]) == any(sample.tools for sample in samples)
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (pack_key(42), "ps_00000042"),
-        (pack_key(42, "cap_"), "cap_ps_00000042"),
-        (media_part_names(["jpg", "png"]), ["img000.jpg", "img001.png"]),
+def test_the_documented_names() -> None:
+    assert [pack_key(42), pack_key(42, "cap_")] == ["ps_00000042", "cap_ps_00000042"]
+    names = ["img000.jpg", "vid000.mp4", "img001.png", "vid001.webm"]
+    assert media_part_names(["jpg", "mp4", "png", "webm"]) == names
+    for found, expected in (
         (image_extension("photo.v2.JPG", "JPEG"), "jpg"),
         (image_extension("photo.pkl", "PNG"), "png"),
         (image_extension("no extension", "JPEG"), "jpg"),
@@ -87,10 +86,8 @@ def test_round_trip(pack: tuple[str, list[PackedSubSample]]) -> None:
         (video_extension("a.mov", "mp4"), "mov"),
         (video_extension("a.bin", "webm"), "webm"),
         (video_extension("x", "avi"), "avi"),
-    ],
-)
-def test_the_documented_names(found: object, expected: object) -> None:
-    assert found == expected
+    ):
+        assert found == expected
 
 
 def of_others(number: int, prompt: str, answer: str, task: str, **media: Any) -> SourceSample:
@@ -201,15 +198,13 @@ def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
         {"images": ["a"], "captions": ["x", "y"]},
         {"videos": ["a"], "captions": ["x", "y"]},
         {"images": ["a"], "captions": ["x"], "prompt": ["p", "q"]},
-        {"images": ["a"], "captions": ["x"], "meta": {"keys": ["p", "q"]}},
-        {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": []}},
-        {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": None}},
-        {"images": ["a"], "captions": ["x"], "meta": {"keys": 1}},
-        {"images": ["a"], "captions": ["x"], "meta": {"system": True}},
-        {"images": ["a"], "captions": ["x"], "meta": {"turns": 5}},
-        {"images": ["a"], "captions": ["x"], "meta": {"turns": [None, None]}},
-        {"images": ["a"], "captions": ["x"], "meta": [1]},
-        {"images": ["a"], "captions": ["x"], "meta": {"task": "captioninf"}},
+        *(
+            {"images": ["a"], "captions": ["x"], "meta": meta}
+            for meta in (
+                *({"keys": ["p", "q"]}, {"keys": 1}, {"num_tokens": []}, {"num_tokens": None}),
+                *({"system": True}, {"turns": 5}, {"turns": [None, None]}, {"task": "no"}, [1]),
+            )
+        ),
     ],
 )
 def test_lists_that_cannot_be_aligned_are_refused(record: dict) -> None:
@@ -217,18 +212,7 @@ def test_lists_that_cannot_be_aligned_are_refused(record: dict) -> None:
         restore_pack(record, "ps_0", None)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": NaN}'])
-def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
-    with pytest.raises(PackFormatError, match="ps_0"):
-        parse_json(data, "ps_0")
-
-
-def test_a_pack_with_videos() -> None:
-    subs = []
-    for images, videos in ((1, ("mp4", "webm")), (0, ()), (1, ("mov",))):
-        sample = SourceSample("a", "vqa", (Turn("q", "a"),), ("a",) * images, None, videos)
-        subs.append(PackedSubSample(sample, ("jpg",) * images + videos, num_tokens=9))
-    record = json.loads(pack_json(subs, "vqa"))
-    assert record["images"] == [["img000.jpg"], [], ["img001.jpg"]]
-    assert record["videos"] == [["vid000.mp4", "vid001.webm"], [], ["vid002.mov"]]
-    assert record["prompt"] == [["q"], ["q"], ["q"]]
+def test_bytes_that_are_no_object_are_refused() -> None:
+    for data in (b"", b"{", b"[1]", b"\xff\xfe", b'{"a": NaN}'):
+        with pytest.raises(PackFormatError, match="ps_0"):
+            parse_json(data, "ps_0")
