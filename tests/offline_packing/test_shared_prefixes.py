@@ -118,7 +118,7 @@ def loaded(root: Path, encoder: PackedTaskEncoder, dataset_of: Any, **given: Any
 ONCE = {"repeat": False}
 
 
-@pytest.mark.parametrize("media", ["copy", "refer"])
+@pytest.mark.parametrize("media", ["refer", pytest.param("copy", marks=pytest.mark.exhaustive)])
 def test_every_reader_refuses_packs_that_it_does_not_know(
     media: str, world: World, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def test_the_first_reason_counts(
     ]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     records=st.lists(
         st.tuples(st.integers(0, 1), st.sampled_from("abcd"), st.integers(0, 3)), max_size=20
@@ -112,7 +112,7 @@ def test_all_but_the_first(records: list[tuple[int, str, int]], splits: bool) ->
 COLUMNS = ("key", "num_tokens", "json", "media")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     part_rows=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     samples_in_memory=st.integers(1, 40),

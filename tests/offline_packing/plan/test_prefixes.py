@@ -126,7 +126,7 @@ def slow_trees(
     return list(made.values())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), repeated=st.booleans(), cut=st.booleans())
 def test_trees_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
     rng = np.random.default_rng(seed)
@@ -161,7 +161,7 @@ def test_a_column_without_a_rule_is_refused() -> None:
 
 # Plans of an index, under all options.
 
-NUM_SAMPLES = 400
+NUM_SAMPLES = 240
 RANKS = {"num_ranks": 2, "num_workers": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "order": {"pack": {"order": RANKS}},
@@ -235,7 +235,7 @@ def make_index(folder: Path, cut: bool, seed: int = 0) -> Index:
         prefix = 15 * len(leading) + medium % 20 if leading else 0
         sizes = [grids[one % 60] for one in shown]
         videos, first = len(leading) * is_video, i - record
-        row = {"key": f"k{i}", "source_id": int(i >= 250), "num_turns": 1}
+        row = {"key": f"k{i}", "source_id": int(i >= 150), "num_turns": 1}
         row |= dict.fromkeys(("key_hash", "sample_hash"), record + 1)
         row |= {"num_tokens": prefix + own, "num_loss_tokens": own // 2, "prefix_tokens": prefix}
         row |= {"num_vision_patches": sum(int(np.prod(size)) for size in sizes)}
@@ -290,17 +290,15 @@ def check_trees(run: Run, samples: Index, packs: PackPlan) -> None:
         assert not pack.homogeneous or len({not rows[i]["media_hash"] for i in ids}) == 1
         total += padded
     assert total == packs.info.num_tokens
-    assert in_trees > 50
+    assert in_trees > 40
     assert len(packs.sample_ids) - len({*packs.sample_ids.tolist()}) == packs.info.num_copies
 
 
 def plan_with(folder: Path, *names: str) -> None:
-    """Plan twice with trees and once without, under some options, and check all."""
+    """Plan with trees and without, under some options, and check both."""
     run, plain = (run_with(folder, *names, shared=own) for own in ({"max_branches": 7}, None))
     samples = make_index(folder, "split_turns" in names)
-    made, again, without = (make_plan(one, samples) for one in (run, run, plain))
-    for name in ("sample_ids", "pack_offsets", "branches", "set_aside_ids", "set_aside_reasons"):
-        assert np.array_equal(getattr(made.packs, name), getattr(again.packs, name))
+    made, without = (make_plan(one, samples) for one in (run, plain))
     assert made.set_aside.reasons == without.set_aside.reasons
     uses = [Counter(one.packs.sample_ids.tolist()) for one in (made, without)]
     differ = {"uniform", "weight"} & {*names}  # weights are shares of the tokens in rows
@@ -337,9 +335,9 @@ def test_options_in_pairs_with_trees(names: tuple[str, str], tmp_path: Path) -> 
 
 
 def test_repeated_pictures_are_told(tmp_path: Path) -> None:
-    """The estimate for 600 questions on 90 pictures is near the plan with shared prefixes."""
+    """The estimate for 300 questions on 45 pictures is near the plan with shared prefixes."""
     pattern = r"repeated media +(.*) distinct pictures in (.*) samples; .* need about (.*) packs\n"
-    source = shared_media(tmp_path / "data", (600, 0, 20), (90, 0), sides=(168, 224))
+    source = shared_media(tmp_path / "data", (300, 0, 10), (45, 0), sides=(168, 224))
     sections: Any = {"model": MODEL, "output": {"media": "refer"}}
     sections["engine"] = {"samples_per_part": 1000}
 
@@ -353,7 +351,7 @@ def test_repeated_pictures_are_told(tmp_path: Path) -> None:
     for pack in ({}, {"max_samples": 60, "pad_multiple": 16}):
         (pictures, samples, estimate), packs = told(**pack)
         again, needed = told(share_prefixes=True, **pack)
-        assert (pictures, samples, again) == (90, 600, [])
+        assert (pictures, samples, again) == (45, 300, [])
         assert estimate == pytest.approx(needed, rel=0.1)
         assert needed < 0.8 * packs
     for pack in ({"max_samples": 12}, {"strategy": "sequential"}):

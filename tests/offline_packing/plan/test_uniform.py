@@ -68,19 +68,15 @@ def are_alike(steps: list[tuple[bool, ...]], kinds: Collection[bool] = (True, Fa
     assert {step[0] for step in steps} == set(kinds)
 
 
-@pytest.mark.parametrize(("ranks", "workers", "size"), [(2, 2, 1), (4, 0, 2)])
-def test_energons_loader_over_two_epochs(ranks: int, workers: int, size: int, folder: Path) -> None:
+def test_energons_loader_over_two_epochs(folder: Path) -> None:
     packs = read_packed_data(folder)
     encoder, drawn = build_task_encoder(DataConfig(path=str(folder)), packs), []
-    for rank in range(ranks):
-        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
-        own: Any = {"worker_config": config, "micro_batch_size": size}
-        loader = get_packed_loader(get_packed_train_dataset(folder, encoder, **own))
-        rows = itertools.islice(loader, 2 * packs.num_packs // ranks // size)
-        drawn.append([*map(has_images, rows)])
+    for rank in range(2):
+        config = WorkerConfig(rank=rank, world_size=2, num_workers=2)
+        loader = get_packed_loader(get_packed_train_dataset(folder, encoder, worker_config=config))
+        drawn.append([*map(has_images, itertools.islice(loader, packs.num_packs))])
         loader.close()
-    steps = [*zip(*drawn, strict=True)]
-    are_alike(steps, {step[0] for step in steps} if size > 1 else (True, False))
+    are_alike([*zip(*drawn, strict=True)])
 
 
 def test_readers_know_the_kinds_of_packs(world: World) -> None:

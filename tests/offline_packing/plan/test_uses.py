@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, key_hash
-from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, preview_plan
 from offline_packing.plan.uses import choose_uses, draw_splits, draw_uses, source_repeats
@@ -60,6 +59,7 @@ def uses_of(
     return draw_uses(repeats[ids], hashes[: len(ids)], seed)
 
 
+@settings(max_examples=40)
 @given(sources=st.lists(st.tuples(st.floats(1, 9), st.integers(200, 600)), min_size=1, max_size=6))
 def test_weights_are_shares_and_nothing_is_left_out(sources: list[tuple[float, int]]) -> None:
     weights, sizes = map(list, zip(*sources, strict=True))
@@ -190,13 +190,11 @@ def measured(world: World) -> tuple[Run, Index]:
 
 
 def rows_of_splits(run: Run, samples: Index, seed: int = 0, split_seed: int = 0) -> dict[str, Any]:
-    """Rows of the index in each split, once for each use."""
+    """Rows of the index in each split."""
     sources = [one.model_dump(exclude_unset=True) for one in run.config.source]
     output = {"split": SHARES, "split_seed": split_seed}
     other = make_run(sources, run.workspace.root, pack={"seed": seed}, output=output)
-    plan = make_plan(other, samples).packs
-    ends = plan.pack_offsets[[own.stop for own in splits_of_plan(plan, SHARES).values()]]
-    return dict(zip(SHARES, np.split(plan.sample_ids, ends[:-1]), strict=True))
+    return {**choose_uses(other.config, samples, np.arange(samples.info.num_samples)).ids}
 
 
 def check_apart(samples: Index, splits: dict[str, Any]) -> None:

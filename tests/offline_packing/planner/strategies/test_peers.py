@@ -136,7 +136,7 @@ def halving_lengths(draw: st.DrawFn) -> tuple[list[int], int]:
 
 
 @given(case=halving_lengths())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_powers_of_two_equal_the_round_robin_and_are_all_full(case):
     lengths, capacity = case
     packs = contents(POWERS.run(counts_of(lengths, capacity))[0])
@@ -154,7 +154,7 @@ SEED_PHASES = [
 
 
 @given(case=lengths_and_capacity(), limits=st.sampled_from(SEED_PHASES), half=st.integers(1, 100))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_seed_phases_equal_the_loop_over_seeds(case, limits, half):
     lengths, capacity = case
     rule = {"rule": "custom_half", "half": half}
@@ -168,7 +168,7 @@ def test_seed_phases_equal_the_loop_over_seeds(case, limits, half):
 
 
 @given(case=lengths_and_capacity(), per_length=st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_final_phase_reuses_failed_seeds(case, per_length):
     lengths, capacity = case
     top = {"rule": "top_n", "n": 3}
@@ -329,7 +329,7 @@ def next_fit(order: np.ndarray, sizes: np.ndarray, limits: np.ndarray) -> list[l
 
 @pytest.mark.parametrize("choice", SCORES)
 @given(case=limited_sizes(), num_open=st.integers(0, 6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_tree_finds_the_pack_that_a_scan_finds(choice, case, num_open):
     sizes, limits = case
     expected = scan(sizes, limits, choice, num_open)
@@ -337,7 +337,7 @@ def test_the_tree_finds_the_pack_that_a_scan_finds(choice, case, num_open):
 
 
 @given(case=limited_sizes(), extra=st.integers(0, 5), number=st.integers(0, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_longest_first_equals_the_scan(case, extra, number):
     sizes, limits = case
     order = np.argsort(-sizes[:, 0], kind="stable")
@@ -378,7 +378,7 @@ def test_first_fit_shuffle_equals_the_scan_of_each_chunk(case, seed, chunk_size,
     seed=st.integers(0, 5),
     max_samples=st.one_of(st.none(), st.integers(1, 6)),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_pack_ends_where_the_next_sample_does_not_fit(case, seed, max_samples):
     sizes, limits = case
     order = np.random.default_rng(seed).permutation(len(sizes))

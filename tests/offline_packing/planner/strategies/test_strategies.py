@@ -5,7 +5,6 @@ import math
 import sys
 import tracemalloc
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,7 @@ from offline_packing.planner.strategies.composition import (
     dual_feasible_bound,
     lower_bound,
 )
-from offline_packing.planner.strategies.longest_first import (
-    best_fit_decreasing,
-    exact_fill,
-)
+from offline_packing.planner.strategies.longest_first import best_fit_decreasing
 from offline_packing.planner.strategies.narrow_fill import even_packs, narrow_fill
 from offline_packing.planner.strategies.pricing import (
     UNIT,
@@ -44,16 +40,12 @@ from tests.helpers.command import benchmark
 from tests.helpers.sizes import length_counts
 from tools.benchmarks.length_distributions import draw_random, draw_sft
 
-GUIDE = Path(__file__).parents[4] / "docs" / "configuration.md"
 
-
-def test_options_are_in_the_guide_and_in_help() -> None:
-    options = list(describe_options())
-    assert ("knapsack", "extra_packs", "0") in [option[:3] for option in options]
-    guide = GUIDE.read_text()
+def test_options_are_in_help() -> None:
     shown = CliRunner().invoke(cli, ["plan", "--help"], terminal_width=300).output
-    for strategy, name, default, meaning in options:
-        assert f"| `{strategy}` | `{name}` | {default} | {meaning.replace('|', '/')} |" in guide
+    options = list(describe_options())
+    assert len(options) > 5
+    for strategy, name, _, meaning in options:
         assert f"{strategy}: {name}" in shown
         assert " ".join(meaning.split()) in " ".join(shown.split())
 
@@ -104,6 +96,8 @@ def test_packs_are_filled_where_tokens_are_not_scarce(number, most) -> None:
 def test_size_lower_bound(sizes, limit, bound) -> None:
     assert size_lower_bound(np.array(sizes, np.int64), limit) == bound
     assert size_lower_bound(np.array([2**25, 2**25]), 2**26) == 1
+    # Three samples of 6 in packs of 10: 18 tokens would fit two packs, but no two fit together.
+    assert lower_bound(count_lengths(np.array([6, 6, 6], np.int32), 10)) == 3
 
 
 def test_mixed_packs_do_not_meet_again() -> None:
@@ -197,7 +191,7 @@ FOUND = (967, 1007, 1417, 1827, 2427, 2919)
 
 
 @pytest.mark.parametrize(
-    "seed", [*FOUND, *range(5), *(pytest.param(s, marks=EXHAUSTIVE) for s in range(5, 200))]
+    "seed", [*FOUND, *(pytest.param(seed, marks=EXHAUSTIVE) for seed in range(200))]
 )
 def test_no_peer_makes_fewer_packs(seed: int) -> None:
     seq_length, lengths = draw_random(seed)
@@ -221,7 +215,7 @@ def test_a_long_pack_takes_no_memory_of_its_length(strategy: str, limits: dict[s
     assert peak < 100 << 20  # an array of the length's integers: 655 MB
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), lengths=st.lists(st.integers(3, 12), min_size=1, max_size=9))
 def test_any_prices_and_any_rounding_down_prove_no_more_than_the_optimum(data, lengths) -> None:
     counts = count_lengths(np.array(lengths, np.int32), 20)
@@ -242,37 +236,26 @@ def test_any_prices_and_any_rounding_down_prove_no_more_than_the_optimum(data, l
 
 
 @pytest.mark.parametrize(
-    ("base", "shape", "scale", "num_samples"),
-    [(729, 2, 20, 20_000), (1100, 2, 90, 20_000), (1500, 4, 100, 100_000)],
+    ("draw", "by_tokens", "most"),
+    [
+        # Ten samples of 729 and more waste 6%, eleven rarely fit: tokens alone prove 2.7% less.
+        (lambda rng: 729 + rng.gamma(2, 20, 20_000), 0.993, 1.0005),
+        (lambda rng: 1100 + rng.gamma(2, 90, 20_000), 0.993, 1.0005),
+        pytest.param(
+            lambda rng: 1500 + rng.gamma(4, 100, 100_000), 0.993, 1.0005, marks=EXHAUSTIVE
+        ),
+        (lambda rng: rng.choice([1000, 1500, 2700], 100_000), 1, 1.0001),  # longest first: 1.01
+        (lambda rng: rng.integers(700, 1400, 20_000), 1, 1),
+        (lambda rng: rng.integers(1400, 3400, 20_000), 1, 1),
+    ],
 )
-def test_gap_of_a_narrow_distribution_is_proved(base, shape, scale, num_samples) -> None:
-    # Ten samples of 729 and more waste 6%, eleven rarely fit: tokens alone prove 2.7% less.
-    rng = np.random.default_rng(0)
-    lengths = (base + rng.gamma(shape, scale, num_samples)).astype(np.int32)
-    counts = count_lengths(lengths, 8192)
+def test_the_bound_is_proved_and_nearly_met(draw, by_tokens: float, most: float) -> None:
+    counts = count_lengths(draw(np.random.default_rng(0)).astype(np.int32), 8192)
     composition = auto(counts)
     assert_packs_all(composition, counts)
-    assert lower_bound(counts) < 0.993 * composition.lower_bound
-    assert composition.lower_bound <= composition.num_packs <= 1.0005 * composition.lower_bound
-
-
-def test_lp_mixes_few_different_lengths() -> None:
-    rng = np.random.default_rng(0)
-    counts = count_lengths(rng.choice([1000, 1500, 2700], 100_000).astype(np.int32), 8192)
-    composition = auto(counts)
-    assert composition.num_packs <= composition.lower_bound + 2
-    assert best_fit_decreasing(counts).num_packs > 1.01 * composition.num_packs
-
-
-@settings(max_examples=100, deadline=None)
-@given(counts=length_counts())
-def test_exact_fills_use_every_length_once_within_capacity(counts) -> None:
-    assert_packs_all(exact_fill(counts), counts)
-
-
-def test_lower_bound_counts_samples_that_cannot_share() -> None:
-    # Three samples of 6 in packs of 10: 18 tokens would fit two packs, but no two fit together.
-    assert lower_bound(count_lengths(np.array([6, 6, 6], np.int32), 10)) == 3
+    bound = composition.lower_bound
+    assert lower_bound(counts) <= by_tokens * bound
+    assert bound <= composition.num_packs <= most * bound
 
 
 def test_many_samples_of_one_length_stay_one_pattern() -> None:
@@ -289,7 +272,7 @@ def test_many_samples_of_one_length_stay_one_pattern() -> None:
     max_patterns=st.integers(1, 20),
     max_spread=st.sampled_from([1, 10, 1000]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_narrow_packs_are_not_too_full_and_lose_nothing(counts, seed, max_patterns, max_spread):
     with pytest.MonkeyPatch.context() as patch:
         module = sys.modules["offline_packing.planner.strategies.narrow_fill"]
@@ -317,10 +300,3 @@ def test_even_packs_are_as_many_as_were_asked_for(
     if packs and counts.any():
         assert packs.num_packs <= num_packs  # without the empty ones, if there are fewer samples
         assert_packs_all(packs, counts)
-
-
-@pytest.mark.parametrize(("low", "high"), [(700, 1400), (1400, 3400)])
-def test_as_few_packs_as_the_bound(low: int, high: int) -> None:
-    lengths = np.random.default_rng(0).integers(low, high, 20_000, np.int32)
-    counts = count_lengths(lengths, 8192)
-    assert auto(counts).num_packs == lower_bound(counts)
