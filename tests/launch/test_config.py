@@ -69,6 +69,8 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("optimizer.eps=1", "eps=1: input should be less than or equal to 0.001"),
         ("output.path=out/../out/packed", "is data.path, the folder of the packs; choose another"),
         ("model.preset=13b", "model.preset='13b' is not valid; choose 'tiny'"),
+        ("model.freeze=[vision, projector, language]", "nothing would be trained"),
+        ("model={checkpoint: x, text: {hidden_size: 8}}", "come from the checkpoint; remove"),
         ("model.family=qwen3_5", "use python -m launch.train_transformers"),
         ("model.family=llava_onevision_1_5", "; train it with its own code, on batches as"),
         ("model.family=qwen", "choose one of: qwen2_vl"),
@@ -154,25 +156,31 @@ BROKEN = ModuleNotFoundError("Could not import module 'PreTrainedModel'.")
 BROKEN.__cause__ = RuntimeError("operator torchvision::nms does not exist")
 
 
+NMS = "'PreTrainedModel'. RuntimeError: operator torchvision::nms does not exist;"
+
+
 @pytest.mark.parametrize(
-    ("rank", "error", "said"),
+    ("rank", "error", "status", "said"),
     [
         # Others do not know; what all know alike is said by the first of a node.
-        ("1", DiskFullError("a cannot be written"), "error: a cannot be written"),
-        ("1", StageError("no packs"), ""),
-        (
-            "0",
-            BROKEN,
-            "'PreTrainedModel'. RuntimeError: operator torchvision::nms does not exist;",
-        ),
+        ("1", DiskFullError("a cannot be written"), 1, "error: a cannot be written"),
+        ("1", StageError("no packs"), 1, ""),
+        ("0", BROKEN, 1, NMS),
+        ("0", KeyboardInterrupt(), 130, "stopped by SIGINT; run again to continue"),
     ],
 )
 def test_an_error_is_one_line(
-    rank: str, error: Exception, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    rank: str,
+    error: BaseException,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with pytest.raises(SystemExit), failing_in_one_line(debug=False):
+    with pytest.raises(SystemExit) as end, failing_in_one_line(debug=False):
         raise error
+    assert end.value.code == status
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == bool(said)

@@ -1,15 +1,13 @@
 """Runs of several ranks, which may share rows and layers: steps, validations, kills and resumes are
 those of one rank; and what is refused."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.multiprocessing import ProcessExitedException
+from torch import distributed
 
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches, build_task_encoder
@@ -66,10 +64,7 @@ def train(
     config = config_of(folder, output, layout, once=once)
     trainer, seen, model = make_trainer(config, fail_at=fail_at)
     trainer.resume()
-    try:
-        assert trainer.run()
-    except KilledError:
-        os.kill(os.getpid(), signal.SIGKILL)
+    assert trainer.run()
     return seen.keys, [parameter.detach() for parameter in model.parameters()]
 
 
@@ -85,7 +80,6 @@ def alone(
     """Packs and output of a run of one rank."""
     output = tmp_path_factory.mktemp("alone")
     keys, _ = train(folder, output, Layout())
-    shutdown_parallel()
     return keys, output
 
 
@@ -101,36 +95,41 @@ def validation_losses(output: Path) -> list[float]:
     return [line["validation_loss"] for line in lines if "validation_loss" in line]
 
 
+def whole_and_killed(folder: Path, output: Path, layout: Layout) -> list[Any]:
+    """What `train` returns of a run, and of one that was killed and goes on; a copy of this one, as
+    the kill left it, is in `moved`."""
+    whole = train(folder, output / "whole", layout)
+    with pytest.raises(KilledError):
+        train(folder, output / "killed", layout, 4 * PACKS_PER_STEP // layout.data)
+    if distributed.get_rank() == 0:
+        shutil.copytree(output / "killed", output / "moved")
+    distributed.barrier()
+    return [whole, train(folder, output / "killed", layout)]
+
+
 @pytest.mark.parametrize(
     "layout",
-    [Layout(2), Layout(tensor=2, data=2), pytest.param(Layout(2, 2), marks=pytest.mark.exhaustive)],
+    [
+        Layout(2),
+        Layout(tensor=2),
+        pytest.param(Layout(2, 2), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(tensor=2, data=2), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
     layout: Layout, folder: Path, alone: Any, tmp_path: Path
 ) -> None:
     """Also where fewer ranks go on with what several left: one alone, or those that share a
     model."""
-
-    def run(name: str, output: Path, *fail_at: int) -> list[Any]:
-        arguments = folder, output, layout, *fail_at
-        return run_ranks(layout.world_size, tmp_path / name, train, *arguments)
-
     keys_alone, output_alone = alone
-    outputs = {name: tmp_path / f"{name}_run" for name in ("whole", "killed", "moved")}
-    whole = run("whole", outputs["whole"])
-    with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run("killed", outputs["killed"], 4 * PACKS_PER_STEP // layout.data)
-    shutil.copytree(outputs["killed"], outputs["moved"])
-    resumed = run("resumed", outputs["killed"])
-
-    expected = losses(output_alone)
-    assert len(expected) == STEPS
-    assert losses(outputs["whole"]) == pytest.approx(expected, abs=2e-5)
-    assert losses(outputs["killed"]) == losses(outputs["whole"])
-    validated = validation_losses(output_alone)
-    assert len(validated) == 2
+    ranks: Any = whole_and_killed, folder, tmp_path, layout
+    whole, resumed = zip(*run_ranks(layout.world_size, tmp_path / "ranks", *ranks), strict=True)
+    expected, validated = losses(output_alone), validation_losses(output_alone)
+    assert (len(expected), len(validated)) == (STEPS, 2)
+    assert losses(tmp_path / "whole") == pytest.approx(expected, abs=2e-5)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     for name in ("whole", "killed"):
-        assert validation_losses(outputs[name]) == pytest.approx(validated, abs=2e-5)
+        assert validation_losses(tmp_path / name) == pytest.approx(validated, abs=2e-5)
     together = layout.context * layout.tensor
     assert packs_of_steps(*(keys for keys, _ in whole[::together])) == packs_of_steps(keys_alone)
     for rank, (keys, weights) in enumerate(whole):
@@ -139,31 +138,39 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         assert later == keys[-len(later) :]
         assert len(later) == 2 * len(keys) // STEPS
         assert all(map(torch.equal, weights, same))
-    for one, other in zip(step_lines(output_alone), step_lines(outputs["whole"]), strict=True):
+    for one, other in zip(step_lines(output_alone), step_lines(tmp_path / "whole"), strict=True):
         assert all(one[name] == other[name] for name in ("packs", "tokens", "sub_samples"))
-    if layout.tensor == 1 or layout.context == 1:
-        fewer = layout._replace(context=1, data=1)
-        ranks = run_ranks(fewer.tensor, tmp_path / "fewer", train, folder, outputs["moved"], fewer)
+    fewer = layout._replace(context=1, data=1)
+    if fewer != layout and 1 in (layout.tensor, layout.context):
+        ranks = run_ranks(
+            fewer.tensor, tmp_path / "fewer", train, folder, tmp_path / "moved", fewer
+        )
         assert all(keys == keys_alone[-len(keys) :] for keys, _ in ranks)
-        assert losses(outputs["moved"]) == pytest.approx(expected, abs=2e-5)
+        assert losses(tmp_path / "moved") == pytest.approx(expected, abs=2e-5)
+
+
+def two_epochs(folder: Path, output: Path) -> list[Any]:
+    """What `train` returns of an epoch, and once more after its last checkpoint was damaged: the
+    file of another rank."""
+    first = train(folder, output, Layout(data=2), once=True)
+    if distributed.get_rank() == 0:
+        newest = max((output / "checkpoints").glob("iter_*"))
+        (newest / "shard-00002-model-00003-of-00003.safetensors").write_bytes(b"")
+    distributed.barrier()
+    return [first, train(folder, output, Layout(data=2), once=True)]
 
 
 def test_ranks_end_an_epoch_together_and_pass_over_a_damaged_checkpoint(
     folder: Path, tmp_path: Path
 ) -> None:
-    """They have seen each pack once, not all have one in the last step, and it is a file of one
-    rank that is damaged."""
-    arguments = train, folder, tmp_path / "out", Layout(data=2), None, True
-    first = run_ranks(2, tmp_path / "first", *arguments)
-    newest = max((tmp_path / "out" / "checkpoints").glob("iter_*"))
-    (newest / "shard-00002-model-00003-of-00003.safetensors").write_bytes(b"")
-    second = run_ranks(2, tmp_path / "second", *arguments)
-    keys = first[0][0] + first[1][0]
+    """They have seen each pack once, and not all have one in the last step."""
+    ranks = run_ranks(2, tmp_path / "ranks", two_epochs, folder, tmp_path / "out")
+    keys = [key for (once, _), _ in ranks for key in once]
     assert sorted(keys) == sorted(pack.key for pack in PackedFolder(folder))
     packs = [line["packs"] for line in step_lines(tmp_path / "out")]
     assert sum(packs) == len(keys)
     assert packs == [6] * 6 + [1]
-    for (once, weights), (again, same) in zip(first, second, strict=True):
+    for (once, weights), (again, same) in ranks:
         assert again == once[6 * 3 :]  # of the last step
         assert all(map(torch.equal, weights, same))
 

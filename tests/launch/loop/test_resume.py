@@ -3,7 +3,7 @@ the last bit, or says why it does not."""
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,38 +65,36 @@ def whole(
     return made
 
 
-@pytest.fixture
-def finished(whole: Any, tmp_path: Path) -> Path:
-    """A copy of that run."""
-    return Path(shutil.copytree(whole().output, tmp_path / "run"))
-
-
 def resumed(folder: Path, output: Path, *accept: str, **sections: Any) -> Any:
     trainer = make_trainer(config_of(folder, output, **sections), accept=accept)[0]
     trainer.resume()
     return trainer
 
 
-@pytest.mark.parametrize(("num_workers", "killed_at"), [(0, 2), (0, 5), (2, 3)])
+@pytest.mark.parametrize(("num_workers", "kills"), [(0, (2, 5)), (2, (3,))])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    num_workers: int, killed_at: int, folder: Path, whole: Any, tmp_path: Path
+    num_workers: int, kills: Sequence[int], folder: Path, whole: Any, tmp_path: Path
 ) -> None:
+    """Killed in the middle of these steps, in turn: before the first checkpoint, too."""
     expected = whole(num_workers)
     assert len(expected.losses) == STEPS
     assert len(expected.keys) == STEPS * PACKS_PER_STEP
-    config = config_of(folder, tmp_path, num_workers)
-    fail_at = (killed_at - 1) * PACKS_PER_STEP + 1  # in the middle of that step
-    killed, seen, _ = make_trainer(config, fail_at=fail_at)
-    with pytest.raises(KilledError):
-        killed.run()
-    assert seen.keys == expected.keys[:fail_at]
+    config, done = config_of(folder, tmp_path, num_workers), 0
+    for step in kills:
+        fail_at = (step - 1 - done) * PACKS_PER_STEP + 1
+        killed, seen, _ = make_trainer(config, fail_at=fail_at)
+        killed.resume()
+        assert killed.iteration == done
+        with pytest.raises(KilledError):
+            killed.run()
+        assert seen.keys == expected.keys[done * PACKS_PER_STEP :][:fail_at]
+        done = (step - 1) // SAVE_EVERY * SAVE_EVERY
     again, seen_again, model = make_trainer(config)
     again.resume()
-    saved = (killed_at - 1) // SAVE_EVERY * SAVE_EVERY
-    assert again.iteration == saved
+    assert again.iteration == done
     assert again.run()
     assert losses(tmp_path) == expected.losses
-    assert seen_again.keys == expected.keys[saved * PACKS_PER_STEP :]
+    assert seen_again.keys == expected.keys[done * PACKS_PER_STEP :]
     assert all(map(torch.equal, model.parameters(), expected.weights))
 
 
@@ -136,51 +134,49 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "named"),
-    [
-        (WEIGHTS, flip_bit, f"{WEIGHTS} is not what was written"),
-        (WEIGHTS, cut, f"{WEIGHTS} is not what was written"),
-        ("rank_00000.pt", flip_bit, "rank_00000.pt is not what was written"),
-        ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: No such file or directory"),
-        ("state.json", Path.unlink, "state.json is missing"),
-        ("state.json", flip_bit, "state.json is damaged: "),
-        ("state.json", changed(begins=[9]), "state.json is damaged: begins (9,) "),
-    ],
-)
+DAMAGES: list[tuple[str, Damage, str]] = [
+    (WEIGHTS, flip_bit, f"{WEIGHTS} is not what was written"),
+    (WEIGHTS, cut, f"{WEIGHTS} is not what was written"),
+    ("rank_00000.pt", flip_bit, "rank_00000.pt is not what was written"),
+    ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: No such file or directory"),
+    ("state.json", Path.unlink, "state.json is missing"),
+    ("state.json", flip_bit, "state.json is damaged: "),
+    ("state.json", changed(begins=[9]), "state.json is damaged: begins (9,) "),
+]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    name: str,
-    damage: Damage,
-    named: str,
-    folder: Path,
-    whole: Any,
-    finished: Path,
-    caplog: pytest.LogCaptureFixture,
+    folder: Path, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it should have held is trained, and saved, again."""
-    newest = finished / "checkpoints" / "iter_00000006"
-    damage(newest / name)
-    with caplog.at_level(logging.INFO, "launch.loop.checkpoint"):
-        trainer = resumed(folder, finished)
-    assert trainer.iteration == 4
-    own = [one.getMessage() for one in caplog.records if one.name == "launch.loop.checkpoint"]
-    (line,) = own
-    assert f"checkpoint {newest} is damaged: {named}" in line
-    assert "; training goes on from iter_00000004, and" in line
+    caplog.set_level(logging.INFO, "launch.loop.checkpoint")
+    for number, (name, damage, named) in enumerate(DAMAGES):
+        output = Path(shutil.copytree(whole().output, tmp_path / str(number)))
+        newest = output / "checkpoints" / "iter_00000006"
+        damage(newest / name)
+        caplog.clear()
+        trainer = resumed(folder, output)
+        assert trainer.iteration == 4
+        own = [one.getMessage() for one in caplog.records if one.name == "launch.loop.checkpoint"]
+        (line,) = own
+        assert f"checkpoint {newest} is damaged: {named}" in line
+        assert "; training goes on from iter_00000004, and" in line
     assert trainer.run()
-    assert losses(finished) == whole().losses
-    assert resumed(folder, finished).iteration == STEPS
+    assert losses(output) == whole().losses
+    assert resumed(folder, output).iteration == STEPS
     written, expected = (
-        load_file(path / "checkpoints" / newest.name / WEIGHTS)
-        for path in (finished, whole().output)
+        load_file(path / "checkpoints" / newest.name / WEIGHTS) for path in (output, whole().output)
     )
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
-def test_damaged_checkpoints_do_not_stand_for_whole_ones(folder: Path, finished: Path) -> None:
+def test_damaged_checkpoints_do_not_stand_for_whole_ones(
+    folder: Path, whole: Any, tmp_path: Path
+) -> None:
     """A damaged one is newer than those that the resumed run saves, which keeps one; and damaged
     ones alone, or one of another version, are refused."""
+    finished = Path(shutil.copytree(whole().output, tmp_path / "run"))
     flip_bit(finished / "checkpoints" / "iter_00000006" / WEIGHTS)
     config = config_of(folder, finished, checkpoint={"every": 1, "keep": 1})
     trainer, *_ = make_trainer(config, fail_at=PACKS_PER_STEP)  # in step 6
@@ -214,33 +210,34 @@ def bad_header(path: Path) -> None:
     path.write_bytes(content[:8] + b"}" + content[9:])
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        (WEIGHTS, bad_header),
-        (WEIGHTS, holding(b"\xff" * 100)),
-        ("rank_00000.pt", holding(b"no zip")),
-        ("rank_00000.pt", lambda path: torch.save({"data": _Foreign()}, path)),
-        ("rank_00000.pt", lambda path: torch.save({"data": {}, "generators": {}}, path)),
-    ],
-)
+FOREIGN: list[tuple[str, Damage]] = [
+    (WEIGHTS, bad_header),
+    (WEIGHTS, holding(b"\xff" * 100)),
+    ("rank_00000.pt", holding(b"no zip")),
+    ("rank_00000.pt", lambda path: torch.save({"data": _Foreign()}, path)),
+    ("rank_00000.pt", lambda path: torch.save({"data": {}, "generators": {}}, path)),
+]
+
+
 def test_foreign_files_are_refused_in_a_line_of_ours(
-    name: str, write: Damage, folder: Path, finished: Path
+    folder: Path, whole: Any, tmp_path: Path
 ) -> None:
     """Their hashes are right: somebody else wrote them."""
-    newest = finished / "checkpoints" / "iter_00000006"
-    write(newest / name)
-    files = read_json(newest / "state.json")["files"] | {name: hash_file(newest / name)}
-    changed(files=files)(newest / "state.json")
-    with pytest.raises(DamagedError) as refused:
-        resumed(folder, finished)
-    text = str(refused.value)
-    assert str(newest) in text
-    assert "remove it to go on from the checkpoint before it" in text
-    assert "\n" not in text
-    assert "weights_only" not in text
+    for number, (name, write) in enumerate(FOREIGN):
+        output = Path(shutil.copytree(whole().output, tmp_path / str(number)))
+        newest = output / "checkpoints" / "iter_00000006"
+        write(newest / name)
+        files = read_json(newest / "state.json")["files"] | {name: hash_file(newest / name)}
+        changed(files=files)(newest / "state.json")
+        with pytest.raises(DamagedError) as refused:
+            resumed(folder, output)
+        text = str(refused.value)
+        assert str(newest) in text
+        assert "remove it to go on from the checkpoint before it" in text
+        assert "\n" not in text
+        assert "weights_only" not in text
     shutil.rmtree(newest)
-    assert resumed(folder, finished).iteration == 4
+    assert resumed(folder, output).iteration == 4
 
 
 CHANGES: dict[str, dict[str, Any]] = {

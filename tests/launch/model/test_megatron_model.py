@@ -220,16 +220,3 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused() -> None:
     batch.tokens[0, (batch.tokens[0] == IMAGE).nonzero()[0]] = 5
     with pytest.raises(ValueError, match="28 image tokens in the row, 29 image features"):
         token_losses(model, batch)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"freeze": ["vision", "projector", "language"]}, "nothing would be trained"),
-        ({"checkpoint": "x", "text": {"hidden_size": 8}}, "come from the checkpoint; remove"),
-        ({"text": {"hidden": 8}}, "text has no field 'hidden'; choose from: .*hidden_size"),
-    ],
-)
-def test_configs_that_cannot_be_meant_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(**values).build_transformers_config()

@@ -108,7 +108,20 @@ def build_case(family: str, variant: str, folder: Path) -> Case:
     return Case(model, encoder, samples)
 
 
-@pytest.fixture(params=CASES, ids=["-".join(filter(None, case)) for case in CASES])
+#: Mixtures of experts whose attention is that of the family.
+ALIKE = {("qwen3_5", "experts"), ("glm4v", "experts")}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            case,
+            id="-".join(filter(None, case)),
+            marks=[pytest.mark.exhaustive] if case in ALIKE else [],
+        )
+        for case in CASES
+    ]
+)
 def case(request: Any, tmp_path: Path) -> Case:
     family, variant = request.param
     return build_case(family, variant, tmp_path)

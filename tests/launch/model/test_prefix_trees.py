@@ -183,7 +183,7 @@ def test_branches_equal_their_samples_alone(
 
 #: Tokens of trunks and branches: within and beyond the window of the convolution (3 tokens before
 #: each), and chunks of the delta rule (64).
-TRUNKS, BRANCHES = (1, 2, 3, 64, 130, 200), (1, 5, 63, 65)
+TRUNKS, BRANCHES = (1, 2, 3, 64, 130), (1, 5, 65)
 
 
 @pytest.fixture(scope="module")
@@ -254,11 +254,11 @@ def has_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_has_fla", lambda device: True)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fla"])
 def test_recurrent_branches_equal_their_samples_alone(
-    kernels: str, recurrent: PackedTransformersModel, monkeypatch: pytest.MonkeyPatch
+    recurrent: PackedTransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits and gradients; and another branch changes those of no other."""
+    """Logits and gradients, by torch's functions and by kernels; and another branch changes those
+    of no other."""
     expected = []
     for trunk, own in zip(TRUNKS, recurrent_samples(), strict=True):
         batches = map(packed_batch, ([one] for one in own))
@@ -267,24 +267,24 @@ def test_recurrent_branches_equal_their_samples_alone(
     objective(expected).backward()
     gradients = gradients_of(recurrent)
     assert sum("linear_attn" in name for name in gradients) == 3 * 9
-    if kernels == "fla":
-        has_stand_in(monkeypatch)
-    found = recurrent_row(recurrent)
-    assert len(found) == len(TRUNKS) * len(BRANCHES)
-    for own, alone in zip(found, expected, strict=True):
-        assert (own - alone).norm() <= 2e-4 * alone.norm()
-    recurrent.zero_grad()
-    objective(found).backward()
-    for name, gradient in gradients.items():
-        own_gradient = dict(recurrent.named_parameters())[name].grad
-        assert own_gradient is not None
-        assert (own_gradient - gradient).norm() <= 2e-4 * gradient.norm(), name
-    with torch.no_grad():
-        whole = recurrent_row(recurrent)
-        for changed in (0, 6, 19):
-            again = recurrent_row(recurrent, changed)
-            alike = [torch.equal(*pair) for pair in zip(whole, again, strict=True)]
-            assert [n for n, same in enumerate(alike) if not same] == [changed]
+    for kernels in ("torch", "fla"):
+        if kernels == "fla":
+            has_stand_in(monkeypatch)
+        found = recurrent_row(recurrent)
+        assert len(found) == len(TRUNKS) * len(BRANCHES)
+        for own, alone in zip(found, expected, strict=True):
+            assert (own - alone).norm() <= 2e-4 * alone.norm()
+        objective(found).backward()
+        own_gradients = gradients_of(recurrent)
+        for name, gradient in gradients.items():
+            difference = (own_gradients[name] - gradient).norm()
+            assert difference <= 2e-4 * gradient.norm(), (kernels, name)
+        with torch.no_grad():
+            whole = recurrent_row(recurrent)
+            for changed in (0, 5, 14):
+                again = recurrent_row(recurrent, changed)
+                alike = [torch.equal(*pair) for pair in zip(whole, again, strict=True)]
+                assert [n for n, same in enumerate(alike) if not same] == [changed]
 
 
 @torch.no_grad()
