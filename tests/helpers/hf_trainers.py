@@ -15,19 +15,17 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    Qwen2VLProcessor,
     TrainingArguments,
 )
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
 
 from launch.model.packed_attention import packed_attention
 from launch.trainers.transformers_trainer import PackedTrainer, collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs
-from task_encoders.samples import IGNORE_INDEX
-from tests.helpers.peers import open_packs, pack_dialogues, small_checkpoint
+from tests.helpers.peers import losses_of, open_packs, pack_dialogues, small_checkpoint
 from tests.helpers.tiny_families import STILL
+from tests.helpers.tiny_tokenizers import save_processor
 from tests.helpers.videos import short_dialogues
 
 #: (output folder, model, folder of packs, arguments) to a trainer
@@ -68,7 +66,7 @@ def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:
     return found[0]
 
 
-def numbers_read(packed: Path, make: MakeTrainer, checkpoint: Path, output: Path) -> list[int]:
+def numbers_read(make: MakeTrainer, packed: Path, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
@@ -77,25 +75,22 @@ def numbers_read(packed: Path, make: MakeTrainer, checkpoint: Path, output: Path
 
 
 def recorded_run(
-    make: MakeTrainer,
-    checkpoint: Path,
-    packed: Path,
-    output: Path,
-    resume: Path | None = None,
-    steps: int = 6,
+    make: MakeTrainer, checkpoint: Path, packed: Path, output: Path, resume: Path | None = None
 ) -> Run:
-    """Packs and loss of each step, and the weights at the end."""
+    """Packs and loss of each of six steps, and the weights at the end."""
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    options = {"resume_from_checkpoint": str(resume)} if resume else {}
+    options |= {"max_steps": 6, "save_steps": 3, **OPTIMIZER}
+    trainer = make(output, model, packs, checkpoint, **options)
     seen: list[int] = []
-    model.register_forward_pre_hook(
+    trainer.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
         with_kwargs=True,
     )
-    trainer = make(output, model, packs, checkpoint, max_steps=steps, save_steps=3, **OPTIMIZER)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return seen, losses, [weight.detach().clone() for weight in model.parameters()]
+    return seen, losses, [weight.detach().clone() for weight in trainer.model.parameters()]
 
 
 def check_resuming(
@@ -118,14 +113,6 @@ def row_of_trees(packs: PackedFolder) -> dict[str, Any]:
     parents = collated["batch"].parents.flatten().tolist()
     assert sum(parents.count(trunk) > 1 for trunk in {*parents} - {-1}) >= 3
     return collated
-
-
-def losses_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the loss of each labelled token of a row, or of a sample, in order."""
-    given = {name: value for name, value in inputs.items() if name != "labels"}
-    labels = inputs["labels"][0, 1:]
-    losses = F.cross_entropy(model(**given).logits[0, :-1], labels, reduction="none")
-    return losses[labels != IGNORE_INDEX]
 
 
 def check_branches(
@@ -169,24 +156,13 @@ def _segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs:
     return packed_attention(module, *args, is_causal=causal, **kwargs)
 
 
-def save_processor(
-    folder: Path, tokenizer: Any, template: str, model_type: str = "qwen2_vl", **limits: int
-) -> None:
-    """A checkpoint's whole processor: with torchvision it can be built."""
-    if model_type.startswith("qwen3"):
-        half = [0.5] * 3
-        images = Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, **limits)
-        kind, videos = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor()
-    else:
-        images = Qwen2VLImageProcessorPil(**limits)
-        kind, videos = Qwen2VLProcessor, transformers.Qwen2VLVideoProcessor()
-    kind(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
-
-
 def with_processor(checkpoint: Path, **limits: int) -> Path:
-    """The checkpoint, to which the whole processor of its tokenizer is added."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    """Add the whole processor of its tokenizer to a checkpoint; returns the checkpoint."""
     model_type = AutoConfig.from_pretrained(checkpoint).model_type
+    names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
+    names = {f"{name}_token": token for name, token in names.items()} | {"video_token": "<video>"}
+    options = {"extra_special_tokens": names} if model_type == "internvl" else {}
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
     save_processor(checkpoint, tokenizer, tokenizer.chat_template, model_type, **limits)
     return checkpoint
 

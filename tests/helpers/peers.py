@@ -65,15 +65,6 @@ def demo_folders(scratch: Path, num_samples: int = 400) -> dict[str, Path]:
     return {task: scratch / task for task in SOURCES}
 
 
-def task_environment(task: str) -> dict[str, str]:
-    """The variables with which packs of a task are read."""
-    return {
-        "OFFLINE_PACKED_DATA": "1",
-        "OFFLINE_PACKING_VQA": str(int(task == "vqa")),
-        "OFFLINE_PACKING_BMR": str(int(task == "bmr")),
-    }
-
-
 def open_packs(path: Path, split: str = "train", **options: Any) -> PackedFolder:
     """The packs of a split, encoded as they were measured; options are the task encoder's."""
     data = read_packed_data(path)
@@ -290,14 +281,17 @@ def samples_alone(packs: PackedFolder, number: int) -> list[Inputs]:
     return [inputs_of(packs, packed_batch([s])) for s in encoded_alone(packs, number)]
 
 
+def losses_of(model: Any, inputs: Inputs) -> torch.Tensor:
+    """Return the loss of each labelled token of a row, or of a sample, in order."""
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    labels = inputs["labels"][0, 1:]
+    losses = F.cross_entropy(model(**given).logits[0, :-1], labels, reduction="none")
+    return losses[labels != IGNORE_INDEX]
+
+
 def token_losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
     """Loss of each labelled token of a pack's samples, one sample at a time."""
-    losses = []
-    for inputs in samples_alone(packs, number):
-        labels = inputs.pop("labels")[0, 1:]
-        logits = model(**inputs).logits[0, :-1]
-        losses.append(F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE_INDEX])
-    return torch.cat(losses)
+    return torch.cat([losses_of(model, inputs) for inputs in samples_alone(packs, number)])
 
 
 def one_sample(packs: PackedFolder, number: int) -> list[Inputs]:

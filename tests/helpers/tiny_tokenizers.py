@@ -2,10 +2,12 @@
 
 import base64
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import transformers
 from tokenizers import (
     AddedToken,
     Regex,
@@ -233,3 +235,23 @@ def save_tekken(folder: Path) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     config = {"tokenizer_class": "TokenizersBackend", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def save_processor(
+    folder: Path, tokenizer: Any, template: str, model_type: str = "qwen2_vl", **limits: int
+) -> None:
+    """Save a checkpoint's whole processor, with which a trainer starts: with torchvision it can be
+    built."""
+    if model_type.startswith("qwen"):
+        module = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+        backend = import_module(module).Qwen2VLImageProcessorPil  # not in every version
+        name = f"Qwen{model_type[4]}VL"
+        half = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        images = backend(**(half if name == "Qwen3VL" else {}), **limits)
+    else:
+        name = {"glm4v": "Glm4v", "glm46v": "Glm46V", "internvl": "InternVL"}[model_type]
+        of_images = "GotOcr2" if name == "InternVL" else name
+        images = getattr(transformers, f"{of_images}ImageProcessor")(**limits)
+    videos = getattr(transformers, f"{name}VideoProcessor")()
+    whole = getattr(transformers, f"{name}Processor")
+    whole(images, tokenizer, videos, chat_template=template).save_pretrained(folder)

@@ -26,6 +26,13 @@ def pytest_pycollect_makemodule(
     return _OfAnotherEnvironment.from_parent(parent, path=module_path)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a law over the families, or the refused options, that its class names."""
+    for name, values in (("trained", "families"), ("option", "refused")):
+        if metafunc.cls is not None and name in metafunc.fixturenames:
+            metafunc.parametrize(name, getattr(metafunc.cls, values))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Room for what the tests say."""
     config.stash.setdefault(_LINES, [])
@@ -58,10 +65,8 @@ def task(
     request: pytest.FixtureRequest, _packs_of_dialogues: None, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """Each task, with the environment variables for its packs."""
-    from tests.helpers.peers import task_environment  # not in every environment
-
-    for name, value in task_environment(request.param).items():
-        monkeypatch.setenv(name, value)
+    for task in ("vqa", "bmr"):
+        monkeypatch.setenv(f"OFFLINE_PACKING_{task.upper()}", str(int(task == request.param)))
     return str(request.param)
 
 

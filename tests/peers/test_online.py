@@ -26,15 +26,11 @@ NUM_LISTS = 200
 def load_module(monkeypatch: pytest.MonkeyPatch, name: str, unused: Sequence[str]) -> Any:
     """A module of another project, whose imports named here are stand-ins."""
     package, _, inner = name.partition(".")
-    found = importlib.util.find_spec(package)  # which imports nothing
-    assert found is not None
-    assert found.origin is not None
+    found: Any = importlib.util.find_spec(package)  # which imports nothing
     path = Path(found.origin).parent / f"{inner.replace('.', '/')}.py"
     for other in unused:
         monkeypatch.setitem(sys.modules, other, MagicMock(__path__=[]))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)

@@ -1,6 +1,8 @@
 """TRL's SFTTrainer on packs, and against what its own collator makes of the same samples."""
 
 import runpy
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +18,22 @@ from launch.trainers.transformers_trainer import collate_packed
 from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, pixel_kwargs
 from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.hf_trainers import (
     QUIET,
     check_branches,
-    check_resuming,
     numbers_read,
     processor_of,
     recorded_run,
     video_files,
 )
-from tests.helpers.peers import (
-    assert_same,
-    check_losses,
-    check_order,
-    open_packs,
-    stored_samples,
-    token_losses_alone,
-)
+from tests.helpers.peers import assert_same, open_packs, stored_samples, token_losses_alone
 from tests.helpers.shared_media import few_trees
 from tests.peers import Say
+from tests.peers.laws import PackingLaws, Rows, TrainingLaws
 from tests.world import World
 
 EXAMPLE = Path(__file__).parents[2] / "examples/trl_sft_trainer.py"
@@ -113,31 +109,25 @@ def expected_row(model: Any, batches: list[Any], end_token: int = END) -> dict[s
     }
 
 
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
-def test_every_demo_pack_holds_what_its_collator_makes_of_the_samples(
-    task: str, demo: dict[str, Path], tmp_path: Path, say: Say
-) -> None:
-    num_packs = num_samples = 0
-    for split in ("train", "val"):
-        packs = open_packs(demo[task], split)
+class TestTraining(TrainingLaws):
+    run = partial(recorded_run, make)
+    read = partial(numbers_read, make)
+
+
+class TestPacking(PackingLaws):
+    def rows(self, packs: PackedFolder, task: str, folder: Path) -> Iterator[Rows]:
         vision = packs.task_encoder.encoder.options
         processor = builtin_processor(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
-        model, args = tiny_qwen2_vl(), SFTConfig(output_dir=str(tmp_path), **QUIET)
+        model, args = tiny_qwen2_vl(), SFTConfig(output_dir=str(folder), **QUIET)
         trainer = PackedSFTTrainer(
             args=args, model=model, train_dataset=packs, processing_class=processor.tokenizer
         )
-        for number, row in enumerate(trainer.get_train_dataloader()):
-            samples = list(stored_samples(packs[number]))
-            batches = [own_batch(processor, *sample) for sample in samples]
-            row = trainer._prepare_inputs(row)
-            assert_same(row, expected_row(model, batches), f"{task} {split} {number}")
-            num_samples += len(samples)
-            num_packs += 1
-    assert num_samples > num_packs > 5
-    say(f"{num_packs} packs of {task} hold what its collator makes of their samples")
+        for row, pack in zip(trainer.get_train_dataloader(), packs, strict=True):
+            batches = [own_batch(processor, *sample) for sample in stored_samples(pack)]
+            yield trainer._prepare_inputs(row), expected_row(model, batches)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], scope="module")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], indirect=True)
 def test_packs_with_videos_hold_what_its_collator_makes_of_the_samples(
     family: str, case: Any, video_packs: Path, tmp_path: Path, say: Say
 ) -> None:
@@ -172,15 +162,6 @@ def test_packs_are_not_packed_again(option: str, case: Any, tmp_path: Path) -> N
         make(tmp_path, model, open_packs(packed), checkpoint, **{option: True})
 
 
-def test_steps_are_those_of_our_own_trainer_and_are_resumed(
-    case: Any, tmp_path: Path, say: Say
-) -> None:
-    checkpoint, packed = case
-    _, losses = check_resuming(tmp_path, recorded_run, make, checkpoint, packed)
-    said = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(f"{said}, 6 steps resumed after 3 to the last bit")
-
-
 def test_samples_that_share_prefixes(world: World, tmp_path: Path, say: Say) -> None:
     checkpoint, trees, _ = few_trees(world, "qwen2_vl")
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
@@ -188,11 +169,6 @@ def test_samples_that_share_prefixes(world: World, tmp_path: Path, say: Say) -> 
     alone = [token_losses_alone(model, packs, number) for number in range(len(packs))]
     trainer = make(tmp_path, model, packs, checkpoint)
     say(check_branches(trainer, packs, torch.cat(alone).detach()))
-
-
-def test_order(case: Any, tmp_path: Path, say: Say) -> None:
-    checkpoint, packed = case
-    say(check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out"))
 
 
 def test_the_example_trains_and_saves(

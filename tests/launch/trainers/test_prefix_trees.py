@@ -12,8 +12,8 @@ from launch.model.segments import has_tree_attention
 from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, packed_trainer, row_of_trees
-from tests.helpers.peers import open_packs, samples_alone
+from tests.helpers.hf_trainers import QUIET, check_branches, packed_trainer, row_of_trees
+from tests.helpers.peers import losses_of, open_packs, samples_alone
 from tests.helpers.shared_media import few_trees
 from tests.world import World
 
