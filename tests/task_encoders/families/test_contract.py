@@ -65,7 +65,7 @@ from tests.helpers.videos import make_video, odd_clips
 from tests.world import World
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "40"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
 #: Before and after what carries loss, in what a template writes.
 BEGIN, END = "\ue010", "\ue011"
