@@ -96,6 +96,11 @@ def _one_or_several(value: Any) -> Any:
     return checked if len(checked) > 1 else checked[0]
 
 
+def if_other_than(default: object) -> Any:
+    """Declare a field that dumps lack at this default: `IF_ON` says why."""
+    return Field(exclude_if=functools.partial(operator.eq, default))
+
+
 def _pairs(values: Any) -> Any:
     return tuple(sorted(values.items())) if isinstance(values, Mapping) else values
 

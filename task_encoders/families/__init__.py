@@ -5,21 +5,14 @@ positions. All share `base`. May import: samples, media, text,
 sample_encoder, field_types.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
-from task_encoders.families.base.family import (
-    Family,
-    FamilyEncoder,
-    ModelOptions,
-    checkpoint_config,
-)
+from task_encoders.families.base.family import Family, FamilyEncoder, ModelOptions
 from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
@@ -31,7 +24,7 @@ from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN
-from task_encoders.text.tokenizer import require_hub
+from task_encoders.text.tokenizer import checkpoint_json, require_hub
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -157,7 +150,7 @@ def family_of_processor(processor: str) -> str | None:
     if len(found) < 2:
         return found[0].name if found else None
     for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        kind = _checkpoint_json(processor, name).get("processor_class")
+        kind = checkpoint_json(processor, name).get("processor_class")
         if kind is not None:
             found = [one for one in found if one.processor == kind] or found
             break
@@ -166,26 +159,12 @@ def family_of_processor(processor: str) -> str | None:
 
 def pixel_limits_of(processor: str) -> dict[str, int]:
     """Return `min_pixels` and `max_pixels` of a checkpoint's images, as far as it names them."""
-    whole = _checkpoint_json(processor, "processor_config.json").get("image_processor")
-    found = whole or _checkpoint_json(processor, "preprocessor_config.json")
+    whole = checkpoint_json(processor, "processor_config.json").get("image_processor")
+    found = whole or checkpoint_json(processor, "preprocessor_config.json")
     size = found.get("size") or {}
     edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
     limits = {name: found.get(name) or edge for name, edge in edges.items()}
     return {name: limit for name, limit in limits.items() if limit}
-
-
-def _checkpoint_json(processor: str, name: str) -> Mapping[str, Any]:
-    """Return the content of a checkpoint's file; nothing where it has none."""
-    from transformers.utils import cached_file
-
-    file = cached_file(
-        processor,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    content = json.loads(Path(file).read_bytes()) if file else {}
-    return content if isinstance(content, dict) else {}
 
 
 def require_family(processor: str) -> str:
@@ -209,5 +188,5 @@ def _remedy(model_type: str | None) -> str:
 def _model_type(processor: str) -> str | None:
     """Return `model_type` of a checkpoint's config.json, without the suffix of mixtures of experts;
     None if there is none."""
-    name = checkpoint_config(processor).get("model_type")
+    name = checkpoint_json(processor, "config.json").get("model_type")
     return name.removesuffix("_moe") if isinstance(name, str) else None

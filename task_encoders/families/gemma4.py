@@ -38,8 +38,6 @@ from task_encoders.media.patches import (
 from task_encoders.media.video import SampledVideo, sampled_frames
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
-from task_encoders.text.template_proof import checkpoint_template
-from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 #: Side of a token in pixels.
 TOKEN: Final = 48
@@ -91,15 +89,18 @@ class Gemma4Encoder(FamilyEncoder):
     options: Gemma4Options
 
     def __init__(self, options: Gemma4Options) -> None:
-        options.require_checkpoint()
-        if not checkpoint_template(options.processor, checkpoint_tokenizer(options.processor)):
+        vision = VisionSettings(
+            patch_size=TOKEN // self.POOL,
+            temporal_patch_size=1,
+            merge_size=self.POOL,
+            resize=options.resize,
+        )
+        super().__init__(options, vision)
+        if not self.template.jinja.source:
             raise ValueError(
                 f"{options.processor} has no chat template; copy chat_template.jinja into it "
                 "from a checkpoint that was trained on conversations (google/gemma-4-*-it)"
             )
-        side = TOKEN // self.POOL
-        vision = VisionSettings(patch_size=side, temporal_patch_size=1, resize=options.resize)
-        super().__init__(options, vision)
         self.normalisation = Normalisation(_VALUES[options.resize], repeats=1)
         encode = self.tokenizer.encode
         for text in ("user\n", "What", " ", "1", "é:"):  # before a video's first time
@@ -134,16 +135,14 @@ class Gemma4Encoder(FamilyEncoder):
         return rows * self.POOL, columns * self.POOL
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
-        steps, height, width = medium.grid
-        video = medium.video
-        token = self.image_token_id if video is None else self.video_token_id
-        tokens = Span((token,), height * width // self.POOL**2)
-        before, after = self._around
-        for i in range(steps):
-            if video is not None:
-                minutes, seconds = divmod(int(video.frames[i] / (video.fps or _DEFAULT_FPS)), 60)
-                yield from self.texts.spans(Text(f"{' ' * (i > 0)}{minutes:02d}:{seconds:02d} "))
-            yield from (before, tokens, after)
+        video, grid = medium.video, (1, *medium.grid[1:])
+        if video is None:
+            yield from self.picture_spans(self.image_token_id, grid)
+            return
+        for i, frame in enumerate(video.frames):
+            minutes, seconds = divmod(int(frame / (video.fps or _DEFAULT_FPS)), 60)
+            yield from self.texts.spans(Text(f"{' ' * (i > 0)}{minutes:02d}:{seconds:02d} "))
+            yield from self.picture_spans(self.video_token_id, grid)
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:

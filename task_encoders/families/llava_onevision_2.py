@@ -6,18 +6,14 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from task_encoders.families.base.family import (
-    Family,
-    FamilyEncoder,
-    beside_lengths,
-    checkpoint_config,
-)
+from task_encoders.families.base.family import Family, FamilyEncoder, beside_lengths
 from task_encoders.families.qwen2_vl import (
     LLAVA_ONEVISION_1_5,
     LlavaOneVision15Encoder,
     QwenImageOptions,
 )
 from task_encoders.field_types import Count
+from task_encoders.text.tokenizer import checkpoint_json
 
 
 class LlavaOneVision2Options(QwenImageOptions):
@@ -41,7 +37,7 @@ class LlavaOneVision2Encoder(LlavaOneVision15Encoder):
 
     def __init__(self, options: LlavaOneVision2Options) -> None:
         sizes = {"patch_size": options.patch_size, "merge_size": options.merge_size}
-        vision = checkpoint_config(options.processor).get("vision_config", {})
+        vision = checkpoint_json(options.processor, "config.json").get("vision_config", {})
         named = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
         for name, size in sizes.items():
             if (own := vision.get(named[name], size)) != size:

@@ -18,7 +18,6 @@ from task_encoders.families.base.family import (
     ModelOptions,
     Preset,
     beside_lengths,
-    checkpoint_config,
     rope,
 )
 from task_encoders.families.base.spans import Medium, Span
@@ -37,6 +36,7 @@ from task_encoders.text.qwen_vocabulary import (
     QWEN3_TEXT_TOKENS,
     VOCAB_SIZE,
 )
+from task_encoders.text.tokenizer import checkpoint_json
 
 
 class QwenImageOptions(ModelOptions):
@@ -226,7 +226,7 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
 
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
-        vision = checkpoint_config(options.processor).get("vision_config", {})
+        vision = checkpoint_json(options.processor, "config.json").get("vision_config", {})
         self.tokens_per_second = float(vision.get("tokens_per_second", 2.0))
 
 

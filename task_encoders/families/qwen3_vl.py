@@ -10,7 +10,7 @@ Without the outer tags, the first time is tokenized with the text in front of it
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import TINY, Family, Preset, beside_lengths, rope
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.families.qwen2_vl import TINY_VISION, QwenVLEncoder, QwenVLOptions
-from task_encoders.field_types import Count
+from task_encoders.field_types import Count, if_other_than
 from task_encoders.media.video import SampledVideo, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
@@ -43,7 +43,7 @@ class Qwen3VLOptions(QwenVLOptions):
     resize: Literal["pil", "torch"] = beside_lengths("torch")
     #: whether <|vision_start|> and <|vision_end|> enclose a whole video, besides each of its steps:
     #: true as in transformers since 5.10; false as in 4.57 to 5.9, two tokens fewer
-    outer_video_tags: bool = True
+    outer_video_tags: Annotated[bool, if_other_than(True)] = True
 
 
 class Qwen3VLEncoder(QwenVLEncoder):

@@ -31,11 +31,9 @@ from task_encoders.samples.limits import (
 )
 from task_encoders.storage.remote_requests import in_a_line
 
-#: Formats that are read. Pillow knows more, and some of them call external programs.
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "MPO")
-
-#: MPO is found among the JPEGs.
-_OPENED: Final = FORMATS[:-1]
+#: Formats that are read, and MPO, which is found among the JPEGs. Pillow knows more, and some of
+#: them call external programs.
+_OPENED: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 #: First bytes of pictures that are not read, and of AVIF, which some builds of Pillow do not read.
 _NOT_READ: Final = {

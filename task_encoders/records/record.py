@@ -229,10 +229,7 @@ def _read_options(
 
 def _check_places(sample: SourceSample) -> None:
     """Refuse placeholders that are only in the answers: they would be trained as text."""
-    for kind, mark, names in (
-        ("image", IMAGE_PLACEHOLDER, sample.images),
-        ("video", VIDEO_PLACEHOLDER, sample.videos),
-    ):
+    for kind, mark, names in sample.by_kind:
         if not names or count_placeholders(sample.turns, mark, sample.task):
             continue
         if sum(turn.answer.count(mark) for turn in sample.turns) == len(names):

@@ -190,6 +190,14 @@ class SourceSample:
         return self.images + self.videos
 
     @property
+    def by_kind(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+        """Kind, placeholder and names: of its images, and of its videos."""
+        return (
+            ("image", IMAGE_PLACEHOLDER, self.images),
+            ("video", VIDEO_PLACEHOLDER, self.videos),
+        )
+
+    @property
     def media_options(self) -> tuple[MediumOptions, ...]:
         """Options of each of its media."""
         return self.options or (AS_FAMILY,) * len(self.media)
@@ -232,10 +240,7 @@ def check_sample(sample: SourceSample) -> None:
         texts = split_at_media(sample, sample.turns[0].answer)[::2]
         if sample.media and not any(map(str.strip, texts)):
             raise SampleError("empty_answer", "a caption has media and no text")
-    for kind, placeholder, names in (
-        ("image", IMAGE_PLACEHOLDER, sample.images),
-        ("video", VIDEO_PLACEHOLDER, sample.videos),
-    ):
+    for kind, placeholder, names in sample.by_kind:
         if kind == "video" and not names:
             continue
         found = count_placeholders(sample.turns, placeholder, sample.task)
@@ -284,10 +289,7 @@ def count_placeholders(turns: Iterable[Turn], placeholder: str, task: str) -> in
 def media_in_front(sample: SourceSample) -> str:
     """Return placeholders for all images, then all videos, of each kind that no text places."""
     front = ""
-    for placeholder, names in (
-        (IMAGE_PLACEHOLDER, sample.images),
-        (VIDEO_PLACEHOLDER, sample.videos),
-    ):
+    for _, placeholder, names in sample.by_kind:
         if names and not count_placeholders(sample.turns, placeholder, sample.task):
             front += placeholder * len(names)
     return front

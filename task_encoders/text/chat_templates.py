@@ -13,12 +13,12 @@ own. So texts are never searched for control tokens, and templates decide as the
 real texts; `template_proof` checks that against transformers.
 """
 
+import functools
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -47,6 +47,9 @@ from task_encoders.text.pieces import (
 _TRIMS: Final = frozenset(("trim", "strip", "lstrip", "rstrip", "split", "splitlines"))
 #: A noncharacter that can be found again in what a template writes.
 _ASKED: Final = "\ufdd0"
+_QUESTION: Final = {"role": "user", "content": "a"}
+#: A thought, under the names that it has in one template or another.
+_THOUGHT: Final = {"reasoning_content": _ASKED, "thinking": _ASKED}
 #: Variables that every template is given.
 _GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))
 
@@ -91,28 +94,19 @@ class JinjaTemplate:
         Raises:
             ValueError: it is not valid Jinja, or does not read one of the options.
         """
-        import jinja2
-        from jinja2.meta import find_undeclared_variables
-
-        environment = _environment()
-        try:
-            syntax = environment.parse(source)
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template is not valid Jinja: {error}") from error
-        reads = find_undeclared_variables(syntax) - _GIVEN - variables.keys()
+        #: whether it trims texts, and the words that it searches for in them
+        self._template, names, self.trims, self.words = _compiled(source)
+        reads = names - _GIVEN - variables.keys()
         if unread := sorted(options.keys() - reads):
             raise ValueError(
                 f"template_options {', '.join(unread)}: the chat template reads no such variable; "
                 f"it reads {', '.join(sorted(reads)) or 'none'}"
             )
-        self.source, self._variables, self.options = source, variables, options
+        self.source, self.variables, self.options = source, variables, options
         self.reads = reads
-        #: whether it trims texts, and the words that it searches for in them
-        self.trims, self.words = _looks_at(syntax)
 
     def __reduce__(self) -> tuple[type["JinjaTemplate"], tuple[Any, ...]]:
-        found = self.source, dict(self._variables), dict(self.options)
+        found = self.source, dict(self.variables), dict(self.options)
         return type(self), found  # what Jinja compiles cannot be pickled
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
@@ -121,13 +115,13 @@ class JinjaTemplate:
 
         try:
             given = {"messages": messages, "tools": tools, "add_generation_prompt": False}
-            return self._template.render({**self._variables, **self.options, **given})
+            return self._template.render({**self.variables, **self.options, **given})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise SampleError(
                 "not_in_template", f"the chat template: {' '.join(str(error).split())}"[:200]
             ) from error
 
-    @cached_property
+    @functools.cached_property
     def writes(self) -> frozenset[str]:
         """What an answer may come with: tools, thoughts, calls, and "argument text", where a call's
         arguments may be JSON text; otherwise they must be its object."""
@@ -137,27 +131,39 @@ class JinjaTemplate:
             return {"content": "b", "tool_calls": [call]}
 
         tool = {"name": _ASKED, "description": "", "parameters": {"type": "object"}}
-        thought = {"reasoning_content": _ASKED, "thinking": _ASKED}
         answers: dict[str, tuple[dict[str, Any], Any]] = {
             "tools": ({"content": "b"}, [{"type": "function", "function": tool}]),
-            "thoughts": ({"content": "b", **thought}, None),
+            "thoughts": ({"content": "b", **_THOUGHT}, None),
             "calls": (calls({"a": _ASKED}), None),
             "argument text": (calls(_ASKED), None),
         }
-        asked, found = {"role": "user", "content": "a"}, set()
+        found = set()
         for name, (answer, tools) in answers.items():
             with suppress(SampleError):
-                if _ASKED in self.render([asked, {"role": "assistant", **answer}], tools):
+                if _ASKED in self.render([_QUESTION, {"role": "assistant", **answer}], tools):
                     found.add(name)
         return frozenset(found)
 
-    @cached_property
+    @functools.cached_property
     def keeps_thoughts(self) -> bool:
         """Whether it writes the thought of an answer before the last question."""
-        thought = {"reasoning_content": _ASKED, "thinking": _ASKED}
-        asked = {"role": "user", "content": "a"}
-        answers = [{"role": "assistant", "content": "b", **one} for one in (thought, {})]
-        return _ASKED in self.render([asked, answers[0], asked, answers[1]])
+        answer = {"role": "assistant", "content": "b"}
+        return _ASKED in self.render([_QUESTION, answer | _THOUGHT, _QUESTION, answer])
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str) -> tuple[Any, frozenset[str], bool, list[str]]:
+    """Compile a template; return it with the names of its variables, and what `_looks_at` tells."""
+    import jinja2
+    from jinja2.meta import find_undeclared_variables
+
+    environment = _environment()
+    try:
+        syntax = environment.parse(source)
+        template = environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+    return template, frozenset(find_undeclared_variables(syntax)), *_looks_at(syntax)
 
 
 def _looks_at(syntax: Any) -> tuple[bool, list[str]]:

@@ -12,7 +12,7 @@ from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.pieces import CHATML, Dialect, to_chat
 from task_encoders.text.qwen_vocabulary import BUILTIN
-from task_encoders.text.tokenizer import checkpoint_tokenizer
+from task_encoders.text.tokenizer import checkpoint_file, checkpoint_json, checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -125,23 +125,13 @@ def _apply(
         return None
 
 
-def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
+def checkpoint_template(processor: str) -> str | None:
     """Return the chat template of a checkpoint: its processor's, or else its tokenizer's."""
-    from transformers.utils import cached_file
-
-    quiet = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    found = tokenizer.chat_template
-    file = cached_file(processor, "chat_template.jinja", **quiet)
+    file = checkpoint_file(processor, "chat_template.jinja")
     if file is not None:
-        with open(file, encoding="utf-8") as text:
-            return text.read()
-    file = cached_file(processor, "chat_template.json", **quiet)
-    if file is not None:
-        with open(file, encoding="utf-8") as text:
-            found = json.load(text)["chat_template"]
+        return file.read_text("utf-8")
+    found = checkpoint_json(processor, "chat_template.json").get("chat_template")
+    found = found or checkpoint_tokenizer(processor).chat_template
     return found.get("default") if isinstance(found, dict) else found
 
 
@@ -149,9 +139,7 @@ def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
 _PRESERVE: Final = "preserve_thinking"
 
 
-def _with_thoughts(
-    jinja: JinjaTemplate, variables: Mapping[str, Any], earlier: str
-) -> JinjaTemplate:
+def _with_thoughts(jinja: JinjaTemplate, earlier: str) -> JinjaTemplate:
     """Return a template that drops or keeps the thoughts of earlier turns. Raises ValueError where
     it does not."""
     if earlier == "template":
@@ -161,7 +149,7 @@ def _with_thoughts(
         raise ValueError(f"{option} sets {_PRESERVE}, as template_options do; remove one of them")
     if _PRESERVE in jinja.reads:
         options = {**jinja.options, _PRESERVE: earlier == "keep"}
-        jinja = JinjaTemplate(jinja.source, variables, options)
+        jinja = JinjaTemplate(jinja.source, jinja.variables, options)
     does = "keeps" if jinja.keeps_thoughts else "drops"
     does = does if "thoughts" in jinja.writes else "never writes"
     if not does.startswith(earlier):
@@ -189,23 +177,21 @@ def load_template(
     """
     tokenizer = None if processor == BUILTIN else checkpoint_tokenizer(processor)
     variables = tokenizer.special_tokens_map if tokenizer else {}
-    source = checkpoint_template(processor, tokenizer) if tokenizer else None
-    if tokenizer is None or not source:
-        jinja = _with_thoughts(JinjaTemplate(own, variables, options), variables, earlier_thoughts)
-        given = jinja.options
-        return ChatTemplate(jinja, dialect), _fingerprint(own, given) if given else ""
-    jinja = _with_thoughts(JinjaTemplate(source, variables, options), variables, earlier_thoughts)
-    template, options = ChatTemplate(jinja, dialect), jinja.options
-    written = prove(template, tokenizer.apply_chat_template, processor)
-    if options:
-        return template, _fingerprint(source, options)
+    found = checkpoint_template(processor) if tokenizer else None
+    jinja = _with_thoughts(JinjaTemplate(found or own, variables, options), earlier_thoughts)
+    template = ChatTemplate(jinja, dialect)
+    written: Mapping[int, str | None] = {}
+    if tokenizer and found:
+        written = prove(template, tokenizer.apply_chat_template, processor)
+    if jinja.options:
+        return template, _fingerprint(jinja)
     of_family = ChatTemplate(JinjaTemplate(own, variables), dialect)
     if all(write(of_family, PROBES[i]) == text for i, text in written.items()):
         return template, ""
     logger.info("%s: its chat template differs from its family's usual one", processor)
-    return template, _fingerprint(source, options)
+    return template, _fingerprint(jinja)
 
 
-def _fingerprint(source: str, options: Mapping[str, Any]) -> str:
-    given = "\0" + json.dumps(sorted(options.items())) if options else ""
-    return xxhash.xxh3_128_hexdigest((source + given).encode())
+def _fingerprint(jinja: JinjaTemplate) -> str:
+    given = "\0" + json.dumps(sorted(jinja.options.items())) if jinja.options else ""
+    return xxhash.xxh3_128_hexdigest((jinja.source + given).encode())

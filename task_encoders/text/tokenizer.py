@@ -15,6 +15,7 @@ import re
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ from task_encoders.text.qwen_vocabulary import (
     QWEN_SPECIAL_TOKENS,
     qwen_ranks,
 )
-from task_encoders.versions import SUPPORTED
+from task_encoders.versions import SUPPORTED, require_supported
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +270,33 @@ def require_hub(name: str) -> None:
             f"reach ({reason}); name a folder with the checkpoint, set HF_ENDPOINT to a mirror, "
             "or use 'builtin' for Qwen's vocabulary"
         ) from error
+
+
+def checkpoint_file(processor: str, name: str) -> Path | None:
+    """Find a file of a checkpoint folder or a hub name; None if it has none within reach, as the
+    built-in vocabulary."""
+    if processor == BUILTIN:
+        return None
+    require_supported("transformers")
+    from transformers.utils import cached_file
+
+    quiet = ("missing_entries", "connection_errors")
+    options = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
+    with suppress(OSError):
+        found = cached_file(processor, name, **options)
+        return Path(found) if found else None
+    return None
+
+
+def checkpoint_json(processor: str, name: str) -> Mapping[str, Any]:
+    """Read an object in a JSON file of a checkpoint; {} if it has none. Raises ValueError for a
+    damaged one."""
+    file = checkpoint_file(processor, name)
+    try:
+        content = json.loads(file.read_bytes()) if file else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 of qwen_vl_utils 0.0.14; and options drawn at random."""
 
 import math
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples.medium_options import MediumOptions
 from tests.helpers.encoder_contract import transformers_function
-
-function = cache(transformers_function)
 
 
 def frame_range(given: dict[str, Any], total: int, fps: float) -> tuple[int, int] | None:
@@ -35,8 +32,8 @@ def clip_of(encoder: Any, header: VideoHeader, asked: MediumOptions) -> Any:
     is_qwen3 = own.family in ("qwen3_vl", "qwen3_5")
     name, side = ("qwen3_vl", 16) if is_qwen3 else ("qwen2_vl", 14)
     kind = "Qwen3VLVideoProcessor" if is_qwen3 else "Qwen2VLVideoProcessor"
-    take = function(name, "sample_frames", kind)
-    resize = function(name, "smart_resize")
+    take = transformers_function(name, "sample_frames", kind)
+    resize = transformers_function(name, "smart_resize")
     assert header.fps is not None
     found = frame_range(given, header.num_frames, header.fps)
     if found is None or header.num_frames < 2:

@@ -2,6 +2,7 @@
 and what transformers itself makes of it."""
 
 import ast
+import functools
 import io
 import math
 from collections.abc import Mapping
@@ -77,6 +78,7 @@ def needs_transformers(version: str, differs: str) -> None:
         pytest.skip(f"transformers {VERSION} < {version} {differs}")
 
 
+@functools.cache
 def transformers_function(family: str, name: str, method_of: str | None = None) -> Any:
     """A function, or a method without its class, of a family's video processor. Without torchvision
     its module does not import, and that has no build that goes with PyTorch's for CPUs; the

@@ -168,17 +168,6 @@ class TypedTokens:
         except jinja2.TemplateError:
             return None
 
-    def ids(self, text: str) -> list[int]:
-        """The tokens of a text that `write` returned."""
-        ids: list[int] = []
-        plain = {"split_special_tokens": True, "add_special_tokens": False}
-        for i, part in enumerate(self.pattern.split(text)):
-            if i % 2:
-                ids.append(self.tokenizer.convert_tokens_to_ids(part))
-            elif part:
-                ids += self.tokenizer(self.shown(part), **plain)["input_ids"]
-        return ids
-
     def shown(self, text: str) -> str:
         """Names that a text spells, in the place of what `write` hid them by."""
         return re.sub("\ue000(\\d+)\ue001", lambda m: self.names[int(m[1])], text)
@@ -204,7 +193,7 @@ def random_conversation(
             as such.
     """
     rich = rng.random() < 0.6
-    tools = random_tools(rng) if rich and rng.random() < 0.7 else ""
+    tools = random_tools(rng, special) if rich and rng.random() < 0.7 else ""
     turns = [_turn(rng, i, special, rich, bool(tools)) for i in range(int(rng.integers(1, 5)))]
     if all(not turn.weight for turn in turns):
         turns.append(Turn("And?", "So."))
@@ -252,13 +241,19 @@ def _text(rng: np.random.Generator, special: Special, *, images: bool = False) -
     return str(rng.choice(BORDERS)) + text + str(rng.choice(BORDERS))
 
 
-def random_tools(rng: np.random.Generator) -> str:
+def _spelled(rng: np.random.Generator, value: Any) -> str:
+    """Write JSON, in which control tokens may begin with a number."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("<", "\\u003c") if rng.random() < 0.3 else text
+
+
+def random_tools(rng: np.random.Generator, special: Special) -> str:
     tools = []
     for i in range(rng.integers(1, 3)):
-        own: dict[str, Any] = {"name": f"f_{i}", "description": _text(rng, False)}
+        own: dict[str, Any] = {"name": f"f_{i}", "description": _text(rng, special)}
         own["parameters"] = {"type": "object", "properties": {"a": {"type": "string"}}}
         tools.append({"type": "function", "function": own})
-    return json.dumps(tools, ensure_ascii=False)
+    return _spelled(rng, tools)
 
 
 def _call(rng: np.random.Generator, special: Special) -> str:
@@ -267,32 +262,4 @@ def _call(rng: np.random.Generator, special: Special) -> str:
     arguments: Any = {f"name {i}": values[i] for i in chosen}
     if rng.random() < 0.4:
         arguments = json.dumps(arguments, ensure_ascii=bool(rng.random() < 0.5), indent=1)
-    return json.dumps({"name": "f_0", "arguments": arguments}, ensure_ascii=False)
-
-
-_BEGIN, _STOP = "{% generation %}", "{% endgeneration %}"
-
-
-def marked(template: str) -> str:
-    """A template of `qwen_templates` with such marks."""
-    begin = template.find("{% if message['content'] is string %}")
-    if begin >= 0:
-        content = template[begin : template.index("<|im_end|>\n{% endfor %}")] + "<|im_end|>"
-        return template.replace(
-            content + "\n",
-            "{% if message['role'] == 'assistant' %}"
-            + f"{_BEGIN}{content}{_STOP}{{% else %}}{content}{{% endif %}}{{{{ '\\n' }}}}",
-        )
-    header = "{{- '<|im_start|>assistant\\n'"
-    head, _, answer = template.partition(header)
-    end = "{{- '<|im_end|>\\n' }}\n\n    {%- elif message.role == 'tool'"
-    assert end in answer
-    answer, _, rest = answer.partition(end)
-    opened = answer.removeprefix(" }}")
-    opened = opened if opened != answer else "{{-" + answer.removeprefix(" +")
-    return (
-        f"{head}{header} }}}}{{%- generation %}}{opened}"
-        + "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}"
-        + end.removeprefix("{{- '<|im_end|>\\n' }}")
-        + rest
-    )
+    return _spelled(rng, {"name": "f_0", "arguments": arguments})

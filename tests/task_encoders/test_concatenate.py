@@ -53,12 +53,6 @@ def as_batch(packed: PackedRow) -> PackedBatch:
     return batch_rows([PackedRowSample(**keys, row=packed, dropped=[])])
 
 
-def test_the_documented_example() -> None:
-    packed = row(3, 2, 4)
-    assert packed.cu_lengths.dtype == torch.int32
-    assert packed.tokens.tolist() == [101, 102, 103, 201, 202, 301, 302, 303, 304]
-
-
 @pytest.mark.parametrize(
     ("lengths", "options", "cu_lengths", "positions"),
     [
@@ -77,9 +71,11 @@ def test_boundaries_and_positions(
 ) -> None:
     packed = row(*lengths, **options)
     real = ~packed.attn_mask
+    assert packed.cu_lengths.dtype == torch.int32
     assert packed.cu_lengths.tolist() == cu_lengths
     assert packed.position_ids.tolist() == [positions] * 3
-    assert real.sum() == sum(lengths)
+    expected = [100 * number + i for number, n in enumerate(lengths, 1) for i in range(1, n + 1)]
+    assert packed.tokens[real].tolist() == expected
     assert (packed.tokens[~real] == PAD).all()
     assert (packed.labels[~real] == IGNORE_INDEX).all()
     firsts = np.flatnonzero(packed.labels[real] == IGNORE_INDEX)
@@ -91,12 +87,6 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
         row(5, 4, pad_to_length=8)
     with pytest.raises(ValueError, match="at least one"):
         concatenate([], pad_token_id=PAD)
-
-
-def test_a_row_without_pictures_gives_a_model_none() -> None:
-    text = concatenate([sample("bb", 3)], pad_token_id=PAD)
-    assert text.pixel_values.shape == (0, 1176)
-    assert "pixel_values" not in to_transformers_kwargs(as_batch(text))
 
 
 def test_packed_seq_params_of_plain_and_padded_rows() -> None:
@@ -129,6 +119,8 @@ def test_a_merged_batch_is_padded() -> None:
     assert kwargs["position_ids"][:, 0, :5].tolist() == [[0, 1, 2, 0, 1]] * 4
     assert kwargs["use_cache"] is False
     assert "attention_mask" not in kwargs
+    assert row(3).pixel_values.shape == (0, 1176)  # a row without pictures gives a model none
+    assert "pixel_values" not in kwargs
     assert pad_batch(batch, 5, 7).cu_lengths.tolist() == [[0, 3, 5]]
     with pytest.raises(ValueError, match="a row of 5 tokens does not fit length 4"):
         pad_batch(batch, 4, 7)

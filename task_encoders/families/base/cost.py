@@ -127,22 +127,22 @@ def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any])
     return ModelCost(name, language, tower, head, merger)
 
 
-def _text_config(folder: str) -> Mapping[str, Any]:
+def _read_config(folder: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Read the config.json of a checkpoint folder, and the text config in it; {} if it has none."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_bytes()) if path.is_file() else {}
-    text: Mapping[str, Any] = config.get("text_config", config)
-    return text
+    return config, config.get("text_config", config)
 
 
 def most_positions(folder: str) -> int | None:
     """Read `max_position_embeddings` of a checkpoint folder's config.json; None if it has none."""
-    return _text_config(folder).get("max_position_embeddings")
+    return _read_config(folder)[1].get("max_position_embeddings")
 
 
 def dynamic_from(folder: str) -> int | None:
     """Return the tokens of a sample above which the rotary angles of the model in a checkpoint
     folder depend on its length; None if they never do."""
-    text = _text_config(folder)
+    _, text = _read_config(folder)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
     return text.get("max_position_embeddings") if is_dynamic else None
@@ -155,18 +155,14 @@ def cost_of_checkpoint(folder: str) -> ModelCost | None:
     Raises:
         ValueError: the config.json is damaged.
     """
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        return None
     try:
-        config = json.loads(path.read_bytes())
+        config, text = _read_config(folder)
         if "vision_config" not in config:
             return None  # the folder of a tokenizer
-        text = config.get("text_config", config)
         return cost_of_sizes(Path(folder).name, text, config["vision_config"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} names no sizes of a model ({reason})") from error
+        reason = f"{Path(folder, 'config.json')} names no sizes of a model"
+        raise ValueError(f"{reason} ({type(error).__name__}: {error})") from error
 
 
 #: Defaults of transformers' LlamaConfig, which LLaVA's config.json leaves out.

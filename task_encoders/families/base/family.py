@@ -8,15 +8,14 @@ import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.families.base.spans import (
@@ -29,7 +28,7 @@ from task_encoders.families.base.spans import (
     tokens_and_weights,
     two_tokens,
 )
-from task_encoders.field_types import Count, LocalOrRemotePath, Values
+from task_encoders.field_types import IF_ON, Count, LocalOrRemotePath, Values, if_other_than
 from task_encoders.media.image import VisionSettings, decode_image, read_image_header
 from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, frame_patches
 from task_encoders.media.video import SampledVideo, seconds_per_grid
@@ -48,8 +47,6 @@ from task_encoders.sample_encoder import (
     TokenizedSample,
 )
 from task_encoders.samples import (
-    IMAGE_PLACEHOLDER,
-    VIDEO_PLACEHOLDER,
     SampleError,
     SourceSample,
     Turn,
@@ -76,20 +73,6 @@ from task_encoders.text.pieces import (
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
-from task_encoders.versions import require_supported
-
-
-def checkpoint_config(processor: str) -> Mapping[str, Any]:
-    """Read a checkpoint's config.json; {} if it has none, as the built-in vocabulary."""
-    if processor == BUILTIN:
-        return {}
-    require_supported("transformers")
-    from transformers import PreTrainedConfig
-
-    with suppress(OSError):  # a folder without that file
-        found: Mapping[str, Any] = PreTrainedConfig.get_config_dict(processor)[0]
-        return found
-    return {}
 
 
 def beside_lengths(default: Any) -> Any:
@@ -123,25 +106,17 @@ class ModelOptions(BaseModel):
     loss_on: Literal["all", "last", "after_media"] = "all"
     #: special tokens of the vocabulary that texts may spell, such as ["<|box_start|>",
     #: "<|box_end|>"]; others are text. Not those of the chat template, of media and of ends
-    control_tokens: tuple[str, ...] = ()
+    control_tokens: Annotated[tuple[str, ...], IF_ON] = ()
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
     #: thoughts of the answers before the last question: as the chat template does by itself, or
     #: dropped, or kept and trained, by its variable preserve_thinking. Refused where it cannot
-    earlier_thoughts: Literal["template", "drop", "keep"] = "template"
+    earlier_thoughts: Annotated[Literal["template", "drop", "keep"], if_other_than("template")] = (
+        "template"
+    )
     #: whether an empty thought at the beginning of an answer (`<think>`, white space, `</think>`,
     #: white space) carries loss: train, or mask
-    empty_thoughts: Literal["train", "mask"] = "train"
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer options at their defaults: manifests from before them stay valid."""
-        content: dict[str, Any] = serialize(self)
-        newer = ("control_tokens", "outer_video_tags", "earlier_thoughts", "empty_thoughts")
-        defaults = {n: one.default for n, one in type(self).model_fields.items() if n in newer}
-        return {
-            n: v for n, v in content.items() if n not in newer or getattr(self, n) != defaults[n]
-        }
+    empty_thoughts: Annotated[Literal["train", "mask"], if_other_than("train")] = "train"
 
     def check_range(self, least: str, most: str, floor: int) -> None:
         """Check that two options are `floor` <= least <= most. Raises ValueError."""
@@ -149,14 +124,6 @@ class ModelOptions(BaseModel):
             raise ValueError(
                 f"{least} {getattr(self, least)} and {most} {getattr(self, most)} must satisfy "
                 f"{floor} <= {least} <= {most}"
-            )
-
-    def require_checkpoint(self) -> None:
-        """Refuse the built-in vocabulary, which is Qwen's."""
-        if self.processor == BUILTIN:
-            raise ValueError(
-                f"family {self.family} has no built-in vocabulary; name a checkpoint folder or a "
-                "hub name as processor"
             )
 
     @classmethod
@@ -224,8 +191,11 @@ class FamilyEncoder(ABC):
 
     def __init__(self, options: ModelOptions, vision: VisionSettings) -> None:
         """Load the tokenizer and the chat template; pictures are cut as `vision` says."""
-        if not self.HAS_BUILTIN:
-            options.require_checkpoint()
+        if options.processor == BUILTIN and not self.HAS_BUILTIN:
+            raise ValueError(
+                f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
+                "a hub name as processor"
+            )
         self.options, self.vision = options, vision
         tokenizer = load_tokenizer(options.processor, self.TEXT_TOKENS, options.control_tokens)
         self.tokenizer = tokenizer
@@ -582,8 +552,8 @@ def _first_with_media(sample: SourceSample) -> int:
     """Return the number of the first turn of a conversation whose prompt shows an image or a video;
     0 if none does, or they go in front."""
     for number, turn in enumerate(sample.turns):
-        for kind, names in ((IMAGE_PLACEHOLDER, sample.images), (VIDEO_PLACEHOLDER, sample.videos)):
-            if names and count_placeholders([turn], kind, sample.task):
+        for _, placeholder, names in sample.by_kind:
+            if names and count_placeholders([turn], placeholder, sample.task):
                 return number
     return 0
 

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from packaging.version import Version
+from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
@@ -29,7 +31,7 @@ from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_tokenizer
 from task_encoders.families.glm4v import GLM, GLM_TEMPLATE
 from task_encoders.families.mistral3 import MISTRAL, MISTRAL_TEMPLATE
-from task_encoders.media.patches import frame_patches
+from task_encoders.media.patches import BACKENDS, frame_patches
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample
@@ -53,12 +55,17 @@ from tests.helpers.texts_and_images import (
     random_conversation,
 )
 from tests.helpers.tiny_checkpoints import packed_batch
-from tests.helpers.tiny_families import encoder_options, needs_family, save_tokenizer
+from tests.helpers.tiny_families import (
+    encoder_of,
+    encoder_options,
+    needs_family,
+    save_tokenizer,
+)
 from tests.helpers.videos import make_video, odd_clips
 from tests.world import World
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "40"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
 #: Before and after what carries loss, in what a template writes.
 BEGIN, END = "\ue010", "\ue011"
@@ -226,14 +233,14 @@ MODELS = {"qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL"), "qwen3_5": ("qwen3_5", "Qw
 VARIANTS: dict[str, dict[str, Any]] = {
     "builtin": {"processor": "builtin"},
     "untagged": {"outer_video_tags": False},
-    **{f"{p} by {m}": {"patch_size": p, "merge_size": m} for p in (14, 16) for m in (2, 3)},
+    **{f"{p} by {m}": {"patch_size": p, "merge_size": m} for p, m in ((14, 3), (16, 2))},
 }
 BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
 CASES = [
     *(f"{family} builtin" for family in BUILT_IN),
     *("qwen3_vl untagged", "qwen3_5 untagged"),
     *(f"qwen3_5 qwen3_{generation}" for generation in (5, 6, 8)),
-    *(f"llava_onevision_2 {sizes}" for sizes in VARIANTS if " by " in sizes),
+    *("llava_onevision_2 14 by 3", "llava_onevision_2 16 by 2"),
     *("glm4v", "glm46v", "gemma4", "gemma4_unified", "internvl3"),
     *("mistral3 mistral_v13", "mistral3 mistral_v15"),
     *(pytest.param(one, marks=pytest.mark.exhaustive) for one in BUILT_IN),
@@ -517,38 +524,51 @@ def test_every_family_is_held_against_transformers() -> None:
     assert KINDS.keys() | {"llava_1_5"} == FAMILIES.keys()  # which has a test of its own
 
 
-@pytest.mark.parametrize("clip", range(4))
-@pytest.mark.parametrize("family", ["glm4v", "glm46v", "internvl3", "gemma4", "gemma4_unified"])
-def test_pixels_by_torch(family: str, clip: int, world: World) -> None:
-    """The steps of transformers' torch backend, one after another: of a video, or an image."""
-    needs_family(family)
-    options = {**encoder_options(family), "resize": "torch"}
-    encoder: Any = build_sample_encoder(family, str(world.tokenizer(family)), **options)
-    data, patch, is_gemma = odd_clips()[clip], encoder.vision.patch_size, family[:5] == "gemma"
-    if is_gemma:
-        image = opened(odd_pictures()[clip]).convert("RGB")
-        frames, grid = [image], encoder.image_medium(image.height, image.width).grid
-        found, _ = encoder.encode_image(image)
-    else:
-        header = read_video_header(io.BytesIO(data))
-        sampled = encoder.sample_video(header)
-        frames, grid = [*decode_frames(data, header, sampled.frames, 10**6)], sampled.grid
-        found, _ = encoder.encode_video(data)
+def by_torch(encoder: Any, frames: Sequence[Image.Image], grid: Sequence[int]) -> Any:
+    """Values of frames by the steps of transformers' torch backend, one after another."""
+    patch, family = encoder.vision.patch_size, encoder.options.family
     pixels = torch.from_numpy(np.stack([*map(np.array, frames)])).permute(0, 3, 1, 2)
     size = (grid[1] * patch, grid[2] * patch)
     resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
     normal = encoder.vision.mean, encoder.vision.std
     mean, std = (torch.tensor(x)[:, None, None] * (1.0 / (1 / 255)) for x in normal)
+    is_gemma = family.startswith("gemma")
     values = resized * (1 / 255) if is_gemma else (resized.float() - mean) / std
-    if family.startswith("glm"):
+    if encoder.vision.temporal_patch_size == 2:
         kind = f"{KINDS[family].names[1]}VideoProcessor"
         patchify = transformers_function(family, "patchify", kind)
-        expected = patchify(None, values[None], 14, 2, 2)[0][0]
-    else:
-        blocks = values.reshape(len(frames), 3, size[0] // patch, patch, size[1] // patch, patch)
-        order = (0, 2, 4, 3, 5, 1) if is_gemma else (0, 2, 4, 1, 3, 5)
-        expected = blocks.permute(order).flatten(3).flatten(0, 2)
-    np.testing.assert_array_equal(encoder.normalisation.values(found), expected.numpy())
+        return patchify(None, values[None], patch, 2, 2)[0][0].numpy()
+    blocks = values.reshape(len(frames), 3, size[0] // patch, patch, size[1] // patch, patch)
+    order = (0, 2, 4, 3, 5, 1) if is_gemma else (0, 2, 4, 1, 3, 5)
+    return blocks.permute(order).flatten(3).flatten(0, 2).numpy()
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_vl", "glm4v", "internvl3", "gemma4", "gemma4_unified"]
+)
+def test_pixels_by_torch(family: str, world: World) -> None:
+    """Of videos, also of one frame, and of images, also of 6 megapixels, which Pillow holds in
+    blocks and does not hand out; GLM's and InternVL's images are cut like frames."""
+    by_pillow, encoder = (encoder_of(world.tokenizer(family), resize=one) for one in BACKENDS)
+    assert encoder.fingerprint == by_pillow.fingerprint  # lengths do not depend on it
+    if family.startswith(("qwen", "gemma")):
+        coarse = np.random.default_rng(0).integers(0, 256, (50, 12, 3), np.uint8)
+        large = Image.fromarray(coarse).resize((1200, 5000))
+        with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):
+            pa.array(large)
+        for image in [large, *(opened(data).convert("RGB") for data in odd_pictures()[:20])]:
+            rows, (grid, _) = encoder.encode_image(image)
+            found = encoder.normalisation.values(rows, encoder.normalisation.repeats)
+            np.testing.assert_array_equal(found, by_torch(encoder, [image], grid))
+    counts = []
+    for data in odd_clips():
+        header = read_video_header(io.BytesIO(data))
+        sampled = encoder.sample_video(header)
+        frames = [*decode_frames(data, header, sampled.frames, 10**6)]
+        found = encoder.normalisation.values(encoder.encode_video(data)[0])
+        np.testing.assert_array_equal(found, by_torch(encoder, frames, sampled.grid))
+        counts.append(len(frames))
+    assert (min(counts) == 1) == (family == "glm4v")
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,11 @@ def test_documents(folder: Path) -> None:
     assert placed > SAMPLES // 4
 
 
-def test_loss_after_media(folder: Path) -> None:
+def test_which_texts_carry_loss(folder: Path) -> None:
     """`loss_on: after_media`: of a document what follows its first picture, of a conversation the
-    answers from the first turn with one on; everything where there is none."""
-    encoder, usual = encoder_of(folder, loss_on="after_media"), encoder_of(folder)
+    answers from the first turn with one on; everything where there is none. `last`: one answer."""
+    usual = encoder_of(folder)
+    encoder, last = (encoder_of(folder, loss_on=name) for name in ("after_media", "last"))
     image = random_image(np.random.default_rng(0), 60, 60)
     document = SourceSample(
         "d", "captioning", (Turn("", "Two words.<image>And <image>."),), ("a", "b")
@@ -98,14 +99,18 @@ def test_loss_after_media(folder: Path) -> None:
     assert (encoded.loss_weights[first:] == whole.loss_weights[first:]).all()
     turns = tuple(Turn(prompt, f"Answer {i}.") for i, prompt in enumerate(("Hm?", "<image>?", "!")))
     spoken = SourceSample("c", "bmr", turns, ("a",))
-    found = encoder.encode(spoken, [image])
-    untrained = (replace(turns[0], weight=0.0), *turns[1:])
-    expected = usual.encode(replace(spoken, turns=untrained), [image])
-    assert found.loss_weights.tolist() == expected.loss_weights.tolist()
+    for one, first_turn, name in ((encoder, 1, "after_media"), (last, 2, "last")):
+        trained = tuple(replace(t, weight=float(i >= first_turn)) for i, t in enumerate(turns))
+        found = one.encode(spoken, [image])
+        expected = usual.encode(replace(spoken, turns=trained), [image])
+        assert found.loss_weights.tolist() == expected.loss_weights.tolist()
+        assert found.tokens.tolist() == usual.encode(spoken, [image]).tokens.tolist()
+        assert one.fingerprint == {**usual.fingerprint, "loss_on": name}
+    with pytest.raises(SampleError, match="none of the answers"):
+        last.measure(replace(spoken, turns=(*turns[:2], replace(turns[2], weight=0.0))), [(60, 60)])
     plain = replace(document, turns=(Turn("", "No picture."),), images=())
     weights = [one.encode(plain, []).loss_weights.tolist() for one in (encoder, usual)]
     assert weights[0] == weights[1]
-    assert encoder.fingerprint["loss_on"] == "after_media"
 
 
 TURNS = (Turn("<image>What is it?", "A circle."), Turn("And its colour?", "It is red, as I said."))

@@ -14,7 +14,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
-from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import opened, own_pairs, unequal
 from tests.helpers.texts_and_images import KINDS, odd_pictures, random_text, random_turns
@@ -147,13 +147,6 @@ def test_every_array_equals_the_processors(folder: Path, aspect: str, template: 
         first = encoded.tokens[encoded.labels != IGNORE_INDEX][0]
         num_blanks += processor.tokenizer.convert_ids_to_tokens(int(first)) == "▁"
     assert num_blanks > COUNT / 9  # answers that begin with a blank of its own
-
-
-@pytest.mark.parametrize("turn", [Turn("a", "b", thought="t"), Turn("a", "b", role="tool")])
-def test_thoughts_and_tools_are_refused(turn: Turn, folder: Path) -> None:
-    encoder = build_sample_encoder("llava_1_5", str(folder))
-    with pytest.raises(SampleError, match="not_in_template"):
-        encoder.measure(SourceSample("k", "bmr", (turn,)), [])
 
 
 def test_siglip_towers_by_options(folder: Path) -> None:

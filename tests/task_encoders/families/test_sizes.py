@@ -13,7 +13,7 @@ from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as tiling
 from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from tests.helpers.encoder_contract import needs_transformers, transformers_function
@@ -29,7 +29,6 @@ Rule = Callable[[int, float, int, int], tuple[list[int], Any]]
 
 def resized(options: Any, count: int, height: int, width: int, kind: str = "") -> Any:
     """Rows and columns of so many frames by transformers, or None; `kind`: of the limits."""
-    limits = (getattr(options, f"{kind}{end}_pixels") for end in ("min", "max"))
     if options.family.startswith("gemma4"):
         tokens = getattr(options, f"{kind}max_soft_tokens")
         found = get_aspect_ratio_preserving_size(height, width, 16, tokens * 9, 3)
@@ -37,8 +36,12 @@ def resized(options: Any, count: int, height: int, width: int, kind: str = "") -
     else:
         side = 16 if options.family == "qwen3_vl" else 14
         resize = transformers_function(options.family, "smart_resize")
+        least, most = (getattr(options, f"{kind}{end}_pixels") for end in ("min", "max"))
+        counted, depth = ((), ()) if options.family == "qwen2_vl" else ((count,), (2,))
+        if kind and (tokens := getattr(options, "video_max_tokens", None)):  # cap_pixels_per_frame
+            most = max(min(most, int(tokens * 28**2 * 0.9) * 2 // count), int(least * 1.05))
         try:
-            found = resize(count, height, width, 2, 2 * side, *limits)
+            found = resize(*counted, height, width, *depth, 2 * side, least, most)
         except ValueError:
             return None
     return found[0] // side, found[1] // side
@@ -65,12 +68,13 @@ def image_grid(encoder: Any, height: int, width: int) -> Any:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *(("mistral3", {"longest_edge": edge}) for edge in (1540, 1024, 300)),
+        *(("mistral3", {"longest_edge": edge}) for edge in (1540, 300)),
         *(("internvl3", {"min_tiles": a, "max_tiles": b}) for a, b in ((1, 12), (1, 1), (3, 6))),
-        *(("gemma4", {"max_soft_tokens": budget}) for budget in (70, 140, 280, 560, 1120)),
+        *(("gemma4", {"max_soft_tokens": budget}) for budget in (70, 1120)),
         ("gemma4_unified", {"max_soft_tokens": 70}),
         ("glm4v", {}),
         ("glm46v", {}),
+        ("qwen2_vl", {}),
     ],
 )
 def test_images(family: str, options: Options, world: World) -> None:
@@ -81,6 +85,7 @@ def test_images(family: str, options: Options, world: World) -> None:
     sides = np.exp(rng.uniform(0, np.log(8000), (SAMPLES, 2))).astype(int)
     sides[::5] = side * rng.integers(1, 7, sides[::5].shape)  # ratios of several arrangements
     sides[1::5] = side + rng.integers(-2, 3, sides[1::5].shape)
+    sides[:4] = [(2000, 10), (2001, 10), (10, 2000), (10, 2001)]  # where 200:1 is allowed
     refused = 0
     for height, width in sides.tolist():
         try:
@@ -89,7 +94,7 @@ def test_images(family: str, options: Options, world: World) -> None:
             found = None
         assert found == image_grid(encoder, height, width), (height, width)
         refused += found is None
-    assert (refused > 0) == family.startswith(("mistral", "glm"))
+    assert (refused > 0) == family.startswith(("mistral", "glm", "qwen"))
     assert refused < 0.3 * SAMPLES
 
 
@@ -103,10 +108,12 @@ def video_rule(encoder: Any) -> Rule:
     elif name.startswith("gemma4"):  # it refuses a video of fewer frames, taken whole here
         count, processor, take = 32, None, None
     else:
-        kinds = {"qwen3_vl": "Qwen3VL", "glm4v": "Glm4v", "glm46v": "Glm46V"}
-        take = transformers_function(name, "sample_frames", f"{kinds[name]}VideoProcessor")
-        limits = {"min_frames": 4, "max_frames": 768, "max_duration": 300}
-        processor = SimpleNamespace(fps=2, temporal_patch_size=2, **limits)
+        kind = FAMILIES[name].transformers_name
+        take = transformers_function(name, "sample_frames", f"{kind}VideoProcessor")
+        names = ("min_frames", "max_frames", "fps")
+        limits = {one: getattr(options, f"video_{one}", 2) for one in names}
+        limits |= {"num_frames": None, "temporal_patch_size": 2, "max_duration": 300}
+        processor = SimpleNamespace(**limits)
 
     def rule(total: int, fps: float, height: int, width: int) -> tuple[list[int], Any]:
         if take is None:
@@ -114,8 +121,9 @@ def video_rule(encoder: Any) -> Rule:
             frames = default_sample_indices_fn(metadata, num_frames=min(count, total)).tolist()
         else:
             given = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
-            try:
-                frames = take(processor, given).tolist()
+            own = {"fps": processor.fps} if name.startswith("qwen") else {}
+            try:  # Qwen2-VL's floats give some videos a number past the last frame
+                frames = [one for one in take(processor, given, **own).tolist() if one < total]
             except ValueError:
                 frames = []
         if name == "internvl3" or not frames:
@@ -131,11 +139,13 @@ def video_rule(encoder: Any) -> Rule:
     ("family", "options"),
     [
         ("qwen3_vl", {"video_max_pixels": 4000 * 32**2}),
+        ("qwen2_vl", {"video_max_tokens": 5000}),
+        ("qwen2_vl", {"video_fps": 1.5, "video_max_frames": 32}),
         ("glm4v", {}),
         ("glm46v", {}),
         *(("gemma4", {"video_max_soft_tokens": budget}) for budget in (70, 560)),
         ("gemma4_unified", {"video_max_soft_tokens": 70}),
-        *(("internvl3", {"video_num_frames": count}) for count in (1, 8, 13, 64)),
+        *(("internvl3", {"video_num_frames": count}) for count in (1, 13)),
     ],
 )
 def test_videos(family: str, options: Options, world: World) -> None:
@@ -160,6 +170,9 @@ def test_videos(family: str, options: Options, world: World) -> None:
         if family.startswith("glm") and len(frames) % 2:
             outcomes.add("odd")
             frames.append(frames[-1])
-        assert (frames, found.grid) == expected, (total, fps, height, width)
+        # Qwen2-VL's floats give neighbours of some frames in long videos.
+        near, case = int(family == "qwen2_vl" and total > 10_000), (total, fps, height, width)
+        np.testing.assert_allclose(frames, expected[0], rtol=0, atol=near, err_msg=str(case))
+        assert found.grid == expected[1], case
     seen = {"qwen3_vl": {"aspect_ratio"}, "glm4v": {"odd"}, "internvl3": set()}
     assert outcomes >= seen.get(family, set())

@@ -1,6 +1,7 @@
 """Images: sizes without decoding, of JPEGs and PNGs without Pillow; orientation, transparency, and
 what is refused; patches of both backends, as transformers' own backend has them."""
 
+import functools
 import io
 import struct
 import warnings
@@ -10,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-import torch
 from PIL import AvifImagePlugin, Image, ImageOps, features
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media import image
-from task_encoders.media.image import decode_image, read_image_header, read_plain, smart_resize
-from task_encoders.media.patches import BACKENDS, frame_patches, interleaved_patches
+from task_encoders.media.image import decode_image, read_image_header, read_plain
+from task_encoders.media.patches import BACKENDS
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
 from tests.helpers.datasets import png
@@ -79,6 +77,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + checksum
 
 
+@functools.cache
 def phone_files(**options: Any) -> dict[str, bytes]:
     """Pictures as phones write them: an MPF segment, second pictures, and other bytes after them.
     The end of the first picture of "short MPF" is not where its MPF segment says."""
@@ -128,6 +127,7 @@ def test_a_phones_picture_that_lost_its_end_is_found(form: str) -> None:
             assert found == ["truncated_image"] * 2 or taken
 
 
+@functools.cache
 def transparent_files() -> dict[str, bytes]:
     """Pictures with each kind of transparency; about a fifth of the pixels is hidden."""
     rng = np.random.default_rng(1)
@@ -249,15 +249,6 @@ def test_scans_are_counted_where_they_cost(monkeypatch: pytest.MonkeyPatch) -> N
         for scans in (10, 9):  # it has 10
             monkeypatch.setattr(image, "MAX_SCANNED_PIXELS", 60 * 40 * scans)
             assert (outcome(many) == "too_costly") == (scans == 9)
-
-
-def test_the_aspect_limit_itself_is_allowed() -> None:
-    vision = build_sample_encoder("qwen2_vl").vision  # type: ignore[attr-defined]
-    for sides in ((2000, 10), (10, 2000)):
-        smart_resize(*sides, vision, (4 * 28 * 28, 28 * 28 * 256))
-    for sides in ((2001, 10), (10, 2001)):
-        with pytest.raises(SampleError, match="200:1"):
-            smart_resize(*sides, vision, (4 * 28 * 28, 28 * 28 * 256))
 
 
 def jpeg(width: int = 37, height: int = 23, mode: str = "RGB", **options: object) -> bytes:
@@ -455,42 +446,6 @@ def test_damaged_heads_have_pillows_outcome(monkeypatch: pytest.MonkeyPatch) -> 
     assert fast == [outcome(data) for data in damaged]
 
 
-FAMILIES = ("qwen2_vl", "qwen3_vl")
-
-
-def smooth(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    coarse = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
-
-
-def by_torch(image: Image.Image, grid: tuple[int, ...], vision: Any) -> Any:
-    """The steps of transformers' torch backend, one after another."""
-    _, h, w = grid
-    patch, merge = vision.patch_size, vision.merge_size
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-    size = (h * patch, w * patch)
-    resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
-    mean, std = (torch.tensor(x) * (1.0 / (1 / 255)) for x in (vision.mean, vision.std))
-    values = (resized.float() - mean[:, None, None]) / std[:, None, None]
-    blocks = values.reshape(3, h // merge, merge, patch, w // merge, merge, patch)
-    ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-    return ordered.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(h * w, -1).numpy()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
-    """Also an image of 6 megapixels, which Pillow holds in blocks and does not hand out."""
-    rng = np.random.default_rng(0)
-    encoder: Any = build_sample_encoder(family, resize="torch", max_pixels=200_000)
-    with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):
-        pa.array(smooth(rng, 1200, 5000))
-    for width, height in [*rng.integers(20, 500, (20, 2)).tolist(), (1200, 5000)]:
-        image = smooth(rng, width, height)
-        rows, (grid, _) = encoder.encode_image(image)
-        values = encoder.normalisation.values(rows, 2)
-        np.testing.assert_array_equal(values, by_torch(image, grid, encoder.vision))
-
-
 @pytest.mark.parametrize("longest", [9, 60, 500])
 def test_pillows_bytes(longest: int) -> None:
     """Enlarged, shrunk and squeezed, tall and wide, of noise and of black and white, whose sums
@@ -504,38 +459,3 @@ def test_pillows_bytes(longest: int) -> None:
         expected = np.asarray(image.resize((new_width, new_height), Image.Resampling.BICUBIC))
         resized = resize(image, new_height, new_width)
         np.testing.assert_array_equal(resized[..., :3], expected)
-
-
-def test_the_backend_is_the_familys_unless_it_is_given() -> None:
-    for family, default in (("qwen2_vl", "pil"), ("qwen3_vl", "torch")):
-        for given in ({}, {"resize": "pil"}, {"resize": "torch"}):
-            stored = model_options(family=family, **given).model_dump(mode="json")
-            assert model_options(**stored).resize == given.get("resize", default)
-    encoders = (build_sample_encoder("qwen2_vl", resize=one) for one in BACKENDS)
-    assert len({str(one.fingerprint) for one in encoders}) == 1  # lengths do not depend on it
-
-
-@pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
-def test_the_last_frame_fills_its_step(num_frames: int) -> None:
-    vision, rng = build_sample_encoder("qwen2_vl").vision, np.random.default_rng(2)  # type: ignore
-    frames = [smooth(rng, 56, 56) for _ in range(num_frames)]
-    steps = -(-num_frames // 2)
-    values = frame_patches(frames, (steps, 4, 4), 2, vision).reshape(steps, 16, 3, 2, 196)
-    for number in range(2 * steps):
-        alone = frame_patches([frames[min(number, num_frames - 1)]], (1, 4, 4), 1, vision)
-        found = values[number // 2, :, :, number % 2]
-        np.testing.assert_array_equal(found, alone.reshape(16, 3, 196))
-
-
-@pytest.mark.parametrize("resize", BACKENDS)
-@pytest.mark.parametrize("side", [16, 48])
-def test_channels_last(side: int, resize: str) -> None:
-    """Each byte in its place, of all frames."""
-    rng = np.random.default_rng(side)
-    frames = [Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)) for _ in range(2)]
-    grid = (2, 3, 5)
-    rows = interleaved_patches(frames, grid, side, resize)
-    scale, _ = BACKENDS[resize]
-    pixels = np.stack([scale(frame, 3 * side, 5 * side)[..., :3] for frame in frames])
-    blocks = pixels.reshape(2, 3, side, 5, side, 3).swapaxes(2, 3)
-    np.testing.assert_array_equal(rows, blocks.reshape(30, -1))

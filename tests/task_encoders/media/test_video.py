@@ -12,16 +12,13 @@ import tracemalloc
 import zlib
 from contextlib import nullcontext
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import av
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.media import video_file
@@ -36,12 +33,11 @@ from task_encoders.media.video_file import (
     read_video_header,
 )
 from task_encoders.samples import SampleError
-from tests.helpers.encoder_contract import transformers_function
 from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
 LIMITS = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 16}
 SMALL: Any = build_sample_encoder(max_pixels=28 * 28 * 64, **LIMITS)
-VISION, small_rule = SMALL.vision, SMALL.sample_video
+small_rule = SMALL.sample_video
 
 
 def header_of(data: bytes) -> VideoHeader:
@@ -144,45 +140,6 @@ def test_reading_at_a_byte_range_reads_the_index_only() -> None:
     assert file.count < len(data) / 20
 
 
-# --- which frames ----------------------------------------------------------------------------
-
-
-def test_frames_and_grids_are_those_of_transformers() -> None:
-    sample_frames = transformers_function("qwen2_vl", "sample_frames", "Qwen2VLVideoProcessor")
-    smart_resize = transformers_function("qwen2_vl", "smart_resize")
-    processor = SimpleNamespace(num_frames=None, fps=2, temporal_patch_size=2)
-    rng = np.random.default_rng(0)
-    limits = [None, *(int(tokens) for tokens in rng.integers(100, 20_000, 9))]
-    others = {"video_fps": 1.5, "video_max_frames": 32}
-    rules: list[Any] = [
-        build_sample_encoder(video_max_tokens=tokens, **(others if number % 2 else {}))
-        for number, tokens in enumerate(limits)
-    ]
-    extra, names = 0, ("fps", "min_frames", "max_frames")
-    for number in range(3000):
-        total = int(rng.integers(2, 20_000))
-        fps = float(rng.choice([1, 5, 23.976, 25, 29.97, 30, 60, float(rng.uniform(0.5, 120))]))
-        height, width = (int(n) for n in rng.integers(20, 2500, 2))
-        tokens, rule = limits[number % 10], rules[number % 10]
-        given = {name: getattr(rule.options, f"video_{name}") for name in names}
-        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
-        theirs = sample_frames(processor, metadata, **given).tolist()
-        sampled = rule.sample_video(VideoHeader(total, fps, height, width))
-        ours = sampled.frames
-        if len(theirs) > len(ours):  # their rounding has given one after the last frame
-            assert theirs.pop() == total
-            extra += 1
-        assert len(theirs) == len(ours)
-        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= (total > 10_000)
-        least, most = rule.options.video_min_pixels, rule.options.video_max_pixels
-        if tokens is not None:  # resize() with cap_pixels_per_frame
-            total = int(tokens * 28 * 28 * 0.9)
-            most = max(min(most, total * 2 // len(ours)), int(least * 1.05))
-        resized = smart_resize(height, width, 28, least, most)
-        assert sampled.grid == (math.ceil(len(ours) / 2), resized[0] // 14, resized[1] // 14)
-    assert 0 < extra < 300
-
-
 # --- patches ---------------------------------------------------------------------------------
 
 
@@ -220,22 +177,6 @@ def test_a_fork_decodes_after_its_parent() -> None:
     assert _frame_sums(data, header) == expected
     with multiprocessing.get_context("fork").Pool(1) as pool:  # which kills its worker at the end
         assert pool.apply_async(_frame_sums, (data, header)).get(timeout=60) == expected
-
-
-def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
-    patchify = transformers_function("qwen2_vl", "patchify", "Qwen2VLVideoProcessor")
-    data = make_video(num_frames=25, fps=10, width=150, height=100)
-    header = header_of(data)
-    rows, (grid, _) = SMALL.encode_video(data)
-    frames = decode_frames(data, header, small_rule(header).frames)
-    size = (grid[2] * 14, grid[1] * 14)
-    resized = [np.asarray(f.resize(size, Image.Resampling.BICUBIC)) for f in frames]
-    table = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2).float() / 255
-    mean, std = (torch.tensor(v)[:, None, None] for v in (VISION.mean, VISION.std))
-    expected, *their_grid = patchify(None, ((table - mean) / std)[None], 14, 2, 2)
-    assert tuple(their_grid) == grid
-    values = SMALL.normalisation.values(rows)
-    np.testing.assert_allclose(values, expected[0].numpy(), atol=1e-6)
 
 
 MP4 = make_video(num_frames=20, codec_options={"bf": "0"})

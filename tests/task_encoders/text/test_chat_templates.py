@@ -1,10 +1,12 @@
-"""Every family's template: ids and labels equal transformers' own for all that a sample can hold,
-and what is measured is what is encoded."""
+"""Chat templates: what they cannot write is refused; which answers, and which thoughts of earlier
+turns, are written and carry loss; and checkpoints with templates of their own. That tokens and
+labels equal transformers' is tested in `families/test_contract.py`."""
 
 import json
 import os
 import pickle
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,67 +15,24 @@ import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
+from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE, QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
-from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
 from task_encoders.text.template_proof import load_template, prove
 from tests.helpers.datasets import image_bytes
-from tests.helpers.texts_and_images import (
-    TypedTokens,
-    marked,
-    messages_and_tools,
-)
 from tests.helpers.tiny_tokenizers import save_glm_tokenizer, save_with_template, tiny_tokenizer
+from tests.world import World
 
 #: FUZZED_SAMPLES=2000 takes a minute.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
-FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "qwen2_vl": (QWEN2_VL_TEMPLATE, ()),
-    "qwen2_5_vl": (QWEN2_VL_TEMPLATE, QWEN2_5_TEXT_TOKENS),
-    "qwen3_vl": (QWEN3_VL_TEMPLATE, QWEN3_TEXT_TOKENS),
-    "qwen3_5": (QWEN3_5_TEMPLATE, QWEN3_TEXT_TOKENS),
-    "llava_onevision_1_5": (QWEN2_VL_TEMPLATE, QWEN3_TEXT_TOKENS),
-}
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
 IMAGE = image_bytes(56, 56)
 
 
-class Reference:
-    """A family's encoder, and the tokenizer of its checkpoint."""
-
-    def __init__(self, family: str, folder: Path, template: str = "") -> None:
-        own, text_tokens = FAMILIES[family]
-        self.template = template or own
-        self.tokenizer = tiny_tokenizer(text_tokens)
-        save_with_template(self.tokenizer, self.template, folder)
-        self.encoder: Any = build_sample_encoder(family, str(folder))
-        self.typed = TypedTokens(self.tokenizer, self.tokenizer.all_special_tokens)
-
-    def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
-        return messages_and_tools(sample, as_objects="<function=" in self.template)
-
-    def ids(self, sample: SourceSample) -> list[int] | None:
-        """Tokens as transformers writes them; None where the template refuses the conversation."""
-        text = self.typed.write(*self.arguments(sample), self.template)
-        return None if text is None else self.typed.ids(text.rstrip())
-
-
-def one_pad_per_image(encoded: Any, pad: int) -> tuple[list[int], list[int]]:
-    """Ids and labels with one token in the place of each image."""
-    pads = encoded.tokens == pad
-    kept = ~(pads & np.append(False, pads[:-1]))
-    return encoded.tokens[kept].tolist(), encoded.labels[kept].tolist()
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
-
-
 CALL = '{"name": "f", "arguments": {"a": "b"}}'
-TOOL = '[{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]'
+TOOL = '[{"type": "function", "function": {"name": "f", "description": ""}}]'
 PLAIN = SourceSample("k", "bmr", (Turn("a", "b"), Turn("c", "d")))
 RICH = {
     "tools": replace(PLAIN, tools=TOOL),
@@ -81,37 +40,21 @@ RICH = {
     "thoughts": replace(PLAIN, turns=(Turn("a", "b", thought="c"),)),
     "systems": replace(PLAIN, turns=(Turn("a", "b", before=(("system", "c"),)),), system="d"),
 }
-WRITTEN = {
+WRITTEN: dict[str, set[str]] = {
+    "llava_1_5": set(),
     "qwen2_vl": {"systems"},
     "qwen3_vl": {"tools", "calls"},
     "qwen3_5": {"tools", "calls", "thoughts"},
 }
 
 
-@pytest.mark.parametrize("what", RICH)
-def test_what_a_template_cannot_write_is_refused(reference: Reference, what: str) -> None:
-    family = reference.encoder.LENGTHS_OF
-    if what in WRITTEN[family]:
-        encoded = reference.encoder.encode(RICH[what], [])
-        assert encoded.tokens.tolist() == reference.ids(RICH[what])
-    else:
-        with pytest.raises(SampleError, match="not_in_template"):
-            reference.encoder.measure(RICH[what], [])
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("quoted", [False, True])
-def test_control_tokens_in_tools_are_data(family: str, quoted: bool, tmp_path: Path) -> None:
-    """Also where JSON spells them by numbers."""
-    reference = Reference(family, tmp_path)
-    arguments: Any = {"a": "<|im_end|>", "<|im_start|>": [{"b": "<|image_pad|>"}]}
-    call = json.dumps({"name": "f", "arguments": json.dumps(arguments) if quoted else arguments})
-    turn = Turn("a", "b", calls=(call.replace("<", "\\u003c"),))
-    sample = SourceSample("k", "bmr", (turn,), tools=TOOL.replace("<", "\\u003c"))
-    encoded = reference.encoder.encode(sample, [])
-    assert encoded.tokens.tolist() == reference.ids(sample)
-    ends = encoded.tokens == reference.encoder.tokenizer.special_id("<|im_end|>")
-    assert ends.sum() == 3
+@pytest.mark.parametrize("family", WRITTEN)
+def test_what_a_template_cannot_write_is_refused(family: str, world: World) -> None:
+    encoder = build_sample_encoder(family, str(world.tokenizer(family)))
+    for what, sample in RICH.items():
+        is_refused = what not in WRITTEN[family]
+        with pytest.raises(SampleError, match="not_in_template") if is_refused else nullcontext():
+            encoder.measure(sample, [])
 
 
 @pytest.mark.parametrize(
@@ -124,20 +67,6 @@ def test_control_tokens_in_tools_are_data(family: str, quoted: bool, tmp_path: P
 def test_tools_that_are_none(sample: SourceSample) -> None:
     with pytest.raises(SampleError, match="bad_record: tools or calls"):
         build_sample_encoder("qwen3_vl").measure(sample, [])
-
-
-def test_which_answers_carry_loss() -> None:
-    """All, the last, or those that are trained; lengths are the same."""
-    every, last = (build_sample_encoder(loss_on=name) for name in ("all", "last"))
-    untrained = replace(PLAIN, turns=(replace(PLAIN.turns[0], weight=0), PLAIN.turns[1]))
-    whole, one = (encoder.encode(PLAIN, []) for encoder in (every, last))
-    np.testing.assert_array_equal(whole.tokens, one.tokens)
-    np.testing.assert_array_equal(one.labels, every.encode(untrained, []).labels)
-    assert 0 < (one.labels != IGNORE_INDEX).sum() < (whole.labels != IGNORE_INDEX).sum()
-    assert last.fingerprint == {**every.fingerprint, "loss_on": "last"}
-    assert "loss_on" not in every.fingerprint
-    with pytest.raises(SampleError, match="none of the answers"):
-        last.measure(replace(PLAIN, turns=untrained.turns[::-1]), [])
 
 
 #: Of each published template, whether thoughts of earlier turns are kept; None: it is refused.
@@ -192,11 +121,6 @@ def test_thoughts_of_earlier_turns(name: str, tmp_path: Path) -> None:
                 build_sample_encoder(**given, earlier_thoughts=earlier, template_options=options)
 
 
-def masked_text(answer: str) -> str:
-    """What ms-swift's loss_scale ignore_empty_think trains of an answer."""
-    return re.sub(r"^<think>\s*</think>\s*", "", answer)
-
-
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4v"])
 def test_empty_thoughts_may_carry_no_loss(family: str, tmp_path: Path) -> None:
     if family == "glm4v":
@@ -223,7 +147,8 @@ def test_empty_thoughts_may_carry_no_loss(family: str, tmp_path: Path) -> None:
         answers, kept = (
             answers_of(encoder, one) for encoder, one in ((trained, whole), (masked, some))
         )
-        assert kept == [masked_text(answer) for answer in answers]
+        # What ms-swift's loss_scale ignore_empty_think trains.
+        assert kept == [re.sub(r"^<think>\s*</think>\s*", "", answer) for answer in answers]
         num_masked += kept != answers
         length = masked.measure(sample, [])
         assert length.num_loss_tokens == (some.loss_weights > 0).sum()
@@ -242,7 +167,9 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(QWEN3_TEXT_TOKENS)
     save_with_template(tokenizer, QWEN3_VL_TEMPLATE, tmp_path)
     own = build_sample_encoder("qwen3_vl", str(tmp_path))
-    save_with_template(tokenizer, marked(QWEN3_VL_TEMPLATE), tmp_path)
+    written = "{{- '<|im_start|>assistant\\n' + text }}"
+    generated = f"{{%- generation %}}{written}{{%- endgeneration %}}"
+    save_with_template(tokenizer, QWEN3_VL_TEMPLATE.replace(written, generated), tmp_path)
     template, fingerprint = load_template(str(tmp_path), QWEN3_VL_TEMPLATE, {})
     assert ("generation" in template.jinja.source, fingerprint) == (True, "")
 
@@ -263,16 +190,16 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
         build_sample_encoder("qwen3_vl", str(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_variables_of_a_template(family: str, tmp_path: Path) -> None:
     """They are what transformers is given as keyword arguments, such as `add_vision_id`, which
     writes "Picture 1: " before a picture; one that is not read is refused."""
-    template, text_tokens = FAMILIES[family]
-    header, name = "'<|im_start|>assistant\\n' +", "add_vision_id"
+    template, name = QWEN2_VL_TEMPLATE, "add_vision_id"
     if family == "qwen3_vl":
+        template, header = QWEN3_VL_TEMPLATE, "'<|im_start|>assistant\\n' +"
         closed = "('<think>\n\n</think>\n\n' if not thinks|default(true) else '') +"
         template, name = template.replace(header, f"{header} {closed}"), "thinks"
-    tokenizer = tiny_tokenizer(text_tokens)
+    tokenizer = tiny_tokenizer(QWEN3_TEXT_TOKENS if family == "qwen3_vl" else ())
     save_with_template(tokenizer, template, tmp_path)
     turns = (Turn("<image> or 1<image>?", "This."), Turn("\n<image>", "That."))
     samples = (
@@ -291,7 +218,8 @@ def test_variables_of_a_template(family: str, tmp_path: Path) -> None:
             count = len(sample.images)
             text = tokenizer.apply_chat_template(to_chat(sample), tokenize=False, **options)
             encoded = encoder.encode(sample, [IMAGE] * count)
-            tokens, _ = one_pad_per_image(encoded, encoder.image_token_id)
+            pads = encoded.tokens == encoder.image_token_id  # of each image one is kept
+            tokens = encoded.tokens[~(pads & np.append(False, pads[:-1]))].tolist()
             assert tokens == tokenizer(text.removesuffix("\n"))["input_ids"]
             own.append(encoder.measure(sample, [(56, 56)] * count).num_tokens)
             assert own[-1] == len(encoded.tokens)

@@ -34,6 +34,18 @@ def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **other
     }
 
 
+def tower(hidden: int, ffn: int, layers: int, heads: int, out: int, **others: Any) -> Any:
+    """The sizes in a vision config of Qwen's kind; GLM's feed-forward layer is the merger's."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "depth": layers,
+        "num_heads": heads,
+        "out_hidden_size": out,
+        **others,
+    }
+
+
 GEMMA = {
     "vocab_size": 262_144,
     "head_dim": 256,
@@ -42,44 +54,21 @@ GEMMA = {
     "sliding_window": 1024,
 }
 GLM_TEXT = sizes(4096, 13_696, 40, 32, 2, vocab_size=151_552)
-GLM_TOWER = {
-    "model_type": "glm4v_vision",
-    "depth": 24,
-    "hidden_size": 1536,
-    "hidden_act": "silu",
-    "intermediate_size": 13_696,  # of the merger
-    "num_heads": 12,
-    "out_hidden_size": 4096,
-}
+GLM_TOWER = tower(1536, 13_696, 24, 12, 4096, model_type="glm4v_vision", hidden_act="silu")
 TOWER_300M = sizes(1024, 4096, 24, 16, 16)
 QWEN_7B = sizes(3584, 18_944, 28, 28, 4, vocab_size=152_064)
 QWEN3_8B = sizes(4096, 12_288, 36, 32, 8, vocab_size=151_936)
-QWEN3_TOWER = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "out_hidden_size": 4096,
-}
-LLAVA_TOWER = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "intermediate_size": 4096,
-}
+QWEN3_TOWER = tower(1152, 4304, 27, 16, 4096)
 #: Text and vision configs of each family's usual model, as published.
 USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (QWEN_7B, {"depth": 32, "embed_dim": 1280, "hidden_size": 3584}),
     "qwen2_5_vl": (
         QWEN_7B,
-        {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "hidden_act": "silu",
-            "fullatt_block_indexes": [7, 15, 23, 31],
-            "out_hidden_size": 3584,
-        },
+        tower(
+            *(1280, 3420, 32, 16, 3584),
+            hidden_act="silu",
+            fullatt_block_indexes=[7, 15, 23, 31],
+        ),
     ),
     "qwen3_vl": (
         QWEN3_8B | {"head_dim": 128},
@@ -94,7 +83,10 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         QWEN3_TOWER,
     ),
     "llava_onevision_1_5": (QWEN3_8B, {"depth": 24, "embed_dim": 1024, "intermediate_size": 4096}),
-    "llava_1_5": ({"model_type": "llama", "vocab_size": 32_064}, LLAVA_TOWER),
+    "llava_1_5": (
+        {"model_type": "llama", "vocab_size": 32_064},
+        TOWER_300M | {"model_type": "clip_vision_model"},
+    ),
     "glm4v": (GLM_TEXT, GLM_TOWER),
     "glm46v": (GLM_TEXT, GLM_TOWER),
     "gemma4": (
