@@ -29,6 +29,7 @@ from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.families import model_options
+from task_encoders.settings import PackingSettings
 from task_encoders.versions import require_supported
 
 if TYPE_CHECKING:
@@ -139,18 +140,24 @@ def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
 def _train(path: Path, task: str) -> tuple["LossDifference", list[float]]:
     """Compare packed with unpacked losses before training, then train a few steps; return both."""
     click.echo(f"   comparing packed with unpacked losses, then {TRAIN_STEPS} training steps")
-    from megatron.energon import get_loader  # torch and Energon take seconds to import
+    from megatron.energon import WorkerConfig, get_loader  # takes seconds to import, as torch does
 
     from offline_packing.demo import training
+    from task_encoders.loading.packed_dataset import get_packed_train_dataset
+    from task_encoders.loading.packed_folder import PackedFolder
+    from task_encoders.packed_task_encoder import PackedTaskEncoder
 
-    dataset = training.packed_train_dataset(path, task, SEQ_LENGTH, **MODEL)
+    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
+    task_encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **MODEL)
+    difference = training.compare_packed_with_unpacked(
+        training.tiny_qwen2_vl(weight_std=0.08), PackedFolder(path, task_encoder), COMPARED_PACKS
+    )
+    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_packed_train_dataset(path, task_encoder, worker_config=worker_config)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")  # there need be no GPU
-        batches = list(itertools.islice(get_loader(dataset), max(TRAIN_STEPS, COMPARED_PACKS)))
-    difference = training.compare_packed_with_unpacked(
-        training.tiny_qwen2_vl(weight_std=0.08), batches[:COMPARED_PACKS]
-    )
-    return difference, training.train(training.tiny_qwen2_vl(), batches[:TRAIN_STEPS])
+        batches = list(itertools.islice(get_loader(dataset), TRAIN_STEPS))
+    return difference, training.train(training.tiny_qwen2_vl(), batches)
 
 
 def _figures(result: TaskResult) -> dict[str, str]:

@@ -5,28 +5,22 @@ computed from the hidden states of labelled positions only, which is exact and k
 150,000 words small.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.energon import SavableDataset, WorkerConfig
 from torch.nn import functional as F
 
+from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, model_options
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.model_inputs import media_kwargs, to_transformers_kwargs
 from task_encoders.samples import IGNORE_INDEX
-from task_encoders.settings import PackingSettings
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 
-VISION_START, IMAGE_TOKEN, VIDEO_TOKEN = (
-    MEDIA_TOKEN_IDS[f"{name}_token_id"] for name in ("vision_start", "image", "video")
-)
+IMAGE_TOKEN, VIDEO_TOKEN = (MEDIA_TOKEN_IDS[f"{name}_token_id"] for name in ("image", "video"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +62,23 @@ def token_losses(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tenso
     return F.cross_entropy(logits.float(), targets[labelled], reduction="none")
 
 
-def packed_train_dataset(
-    path: Path,
-    task: str,
-    seq_length: int,
-    *,
-    repeat: bool = True,
-    **model_settings: Any,
-) -> SavableDataset[PackedBatch]:
-    """Open the written folder through Energon, with the model settings it was measured with."""
-    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    task_encoder = PackedTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
-    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    return get_packed_train_dataset(path, task_encoder, worker_config=worker_config, repeat=repeat)
-
-
 @torch.no_grad()
-def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> LossDifference:
-    """Compare the per-token losses of packed rows with those of their sub-samples alone.
+def compare_packed_with_unpacked(
+    model: Any, folder: PackedFolder, num_packs: int
+) -> LossDifference:
+    """Compare the per-token losses of the first packs with those of their sub-samples alone.
 
     Alone, a sub-sample goes through the model as usual: no packing, positions found
     by the model itself. The control runs the packed row as one sequence.
     """
     model.eval()
     found = []
-    for batch in batches:
-        kwargs = to_transformers_kwargs(batch)
-        alone = torch.cat([token_losses(model, **inputs) for inputs in sub_sample_inputs(batch)])
+    for number in range(min(num_packs, len(folder))):
+        kwargs = to_transformers_kwargs(folder.batch([number]))
+        parts = map(alone_inputs, split_row(folder.row(number).row))
+        alone = torch.cat([token_losses(model, **inputs) for inputs in parts])
         packed = token_losses(model, **kwargs)
-        kwargs["position_ids"][0] = torch.arange(batch.tokens.shape[1])
+        kwargs["position_ids"][0] = torch.arange(kwargs["input_ids"].shape[1])
         control = token_losses(model, **kwargs)
         differences = (float((losses - alone).abs().max()) for losses in (packed, control))
         found.append((*differences, len(alone)))
@@ -104,33 +86,17 @@ def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> 
     return LossDifference(max(largest), max(control_largest), sum(counts))
 
 
-def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:
-    """Yield each segment of a packed batch as the inputs of an unpacked forward."""
-    kinds = {
-        IMAGE_TOKEN: ("image_grid_thw", "pixel_values", batch.imgs),
-        VIDEO_TOKEN: ("video_grid_thw", "pixel_values_videos", batch.pixel_values_videos),
+def alone_inputs(row: PackedRow) -> dict[str, Any]:
+    """Return a row of one sub-sample as the inputs of an unpacked forward."""
+    tokens = row.tokens[None]
+    media = (row.pixel_values, row.image_grid_thw, row.pixel_values_videos, row.video_grid_thw)
+    return {
+        "input_ids": tokens,
+        "labels": row.labels[None],
+        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int(),
+        "use_cache": False,
+        **media_kwargs(*media),
     }
-    used = dict.fromkeys(kinds, (0, 0))
-    bounds = batch.cu_lengths[0].tolist()
-    for start, end in itertools.pairwise(bounds):
-        tokens = batch.tokens[:, start:end]
-        inputs = {
-            "input_ids": tokens,
-            "labels": batch.labels[:, start:end],
-            "mm_token_type_ids": (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int(),
-            "use_cache": False,
-        }
-        followers = tokens[0, 1:][tokens[0, :-1] == VISION_START]
-        for token, (grid_name, patches_name, all_patches) in kinds.items():
-            media, patches = used[token]
-            count = int((followers == token).sum())
-            grids = getattr(batch, grid_name)[media : media + count].long()
-            if len(grids):
-                num_patches = int(grids.prod(dim=1).sum())
-                inputs[grid_name] = grids
-                inputs[patches_name] = all_patches[patches : patches + num_patches]
-                used[token] = media + len(grids), patches + num_patches
-        yield inputs
 
 
 def train(model: Any, batches: Iterable[PackedBatch]) -> list[float]:

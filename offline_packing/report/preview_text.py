@@ -15,11 +15,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\
 _NEWLINE: Final = "⏎"
 _BAR_WIDTH: Final = 60
 _WORDS: Final = 28
+_MOST_CHARACTERS: Final = 400
 
 
-def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 400) -> str:
+def render_pack(pack: PackPreview, *, full: bool = False) -> str:
     """Render one pack as text, with colours that click drops if there is no terminal. Unless
-    `full`, only the beginning and the end of spans above `max_characters` are shown."""
+    `full`, only the beginning and the end of spans above `_MOST_CHARACTERS` are shown."""
     tokens = pack.cu_lengths[-1]
     loss = sum(sub.num_loss_tokens for sub in pack.sub_samples)
     head = (
@@ -32,7 +33,7 @@ def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 
     for number, sub in enumerate(pack.sub_samples):
         title = f"#{number} {safe(sub.title)}  {sub.num_tokens:,} tokens"
         lines += ["", click.style(title, bold=True)]
-        lines += [line for span in sub.spans for line in _span(span, full, max_characters)]
+        lines += [line for span in sub.spans for line in _span(span, full)]
     return "\n".join(lines) + "\n"
 
 
@@ -88,11 +89,11 @@ def _table(pack: PackPreview) -> Iterator[str]:
         )
 
 
-def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:
+def _span(span: Span, full: bool) -> Iterator[str]:
     """Yield the lines of a span, with its number of tokens and whether they are trained."""
     text = safe("".join(piece.text for piece in span.pieces))
-    if not full and len(text) > max_characters:
-        half = max_characters // 2
+    if not full and len(text) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2
         left = len(text) - 2 * half
         text = f"{text[:half]} … {left:,} characters … {text[-half:]}"
     mark = f"{span.weight:4.2g}" if span.weight not in (0, 1) else "loss" if span.weight else "    "

@@ -84,7 +84,7 @@ def spell_segment(
 ) -> Iterator[Span]:
     """Spell a segment as text, in spans of one weight in the loss. Arrays are (num_tokens,)."""
     tokenizer = encoder.tokenizer
-    literal = control_pattern(tokenizer)
+    literal = re.compile(f"({control_pattern(tokenizer).pattern})")  # a group: splits keep it
     spelled = tokenizer.spell(tokens.tolist())
     counts = Counter(token for token, is_control in spelled if is_control)
     # token -> the medium of each occurrence in turn; videos may use the tokens of images
@@ -132,16 +132,13 @@ def _pieces(
         elif is_control:
             yield from [Piece("control", text)] * count
         else:
-            yield from itertools.chain.from_iterable([_literals(text, literal)] * count)
+            yield from _literals(text, literal) * count
 
 
 def _literals(text: str, literal: re.Pattern[str]) -> list[Piece]:
     """Split 'a<|im_end|>b' of text into 'a', '[text: <|im_end|>]', 'b'."""
-    pieces, start = list[Piece](), 0
-    for match in literal.finditer(text):
-        pieces += [
-            Piece("text", text[start : match.start()]),
-            Piece("literal", f"[text: {match[0]}]"),
-        ]
-        start = match.end()
-    return [piece for piece in (*pieces, Piece("text", text[start:])) if piece.text]
+    return [
+        Piece("literal", f"[text: {part}]") if number % 2 else Piece("text", part)
+        for number, part in enumerate(literal.split(text))
+        if part
+    ]

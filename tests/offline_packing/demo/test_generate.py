@@ -18,7 +18,7 @@ from offline_packing.runs.artifacts import open_index
 from tests.helpers.datasets import make_run, outcomes, plan_index
 from tests.helpers.outputs import files_of
 
-NUM_SAMPLES = 400
+NUM_SAMPLES = 240
 #: One sentence of a description.
 SHAPE = r"One (\w+) (\w+) of radius (\d+) is centered at \((\d+), (\d+)\)\."
 
@@ -73,7 +73,7 @@ def test_the_seed_alone_decides_every_byte(tmp_path: Path) -> None:
 
 def test_records_have_the_forms_people_have(truth: Truth, records: dict[str, Any]) -> None:
     folders = Counter(name.split("/")[0] for name in records)
-    assert folders == {"captioning": 140, "vqa": 120, "bmr": 107, "bmr_jsonl": 32}
+    assert folders == {"captioning": 85, "vqa": 72, "bmr": 63, "bmr_jsonl": 19}
     kinds: Counter[str] = Counter()
     for name, record in records.items():
         if name.startswith("captioning/"):

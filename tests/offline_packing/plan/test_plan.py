@@ -3,14 +3,12 @@ against numbers worked out by hand."""
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.config.sections import PackConfig, ReportConfig
-from offline_packing.errors import ConfigError
 from offline_packing.plan.plan import write_assignment
 from offline_packing.planner.plan_packs import plan_packs
 from offline_packing.runs.artifacts import open_index, open_plan
@@ -24,7 +22,6 @@ from offline_packing.runs.figures import (
 from offline_packing.runs.manifest import require_manifest
 from task_encoders import required_pad_multiple
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.datasets import make_config
 from tests.scenarios import repeated
 from tests.world import World, task_encoder
 
@@ -111,16 +108,3 @@ def test_padding_is_what_ranks_cut(size: int, multiple: int, padding: int) -> No
     if multiple <= 4:
         options = {"context_parallel": size, "tensor_parallel": multiple}
         assert padding == required_pad_multiple(**options, sequence_parallel=multiple > 1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        (512, "context_parallel 512 pads samples to multiples of 1024 > seq_length 512; no sample"),
-        (0, "context_parallel=0: input should be greater than or equal to 1"),
-        ({"size": 4}, "context_parallel: write a number, the ranks of each pack, in place of {'si"),
-    ],
-)
-def test_other_ranks_are_refused(tmp_path: Path, ranks: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(tmp_path / "source", tmp_path / "packed", pack={"context_parallel": ranks})

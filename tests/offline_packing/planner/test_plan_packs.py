@@ -67,19 +67,17 @@ def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
     for plan in plans:
         assert_valid(plan, num_tokens)
     assert not np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
-    contents = [
-        sorted(tuple(sorted(num_tokens[plan.pack(i)])) for i in range(plan.num_packs))
-        for plan in plans
-    ]
-    assert contents[0] == contents[1]
+    first, second = (sorted(sorted(num_tokens[pack].tolist()) for pack in one) for one in plans)
+    assert first == second
 
 
 @pytest.mark.parametrize(("count", "seq_length"), [(448, 81_920_000), (448, 60_000), (900, 65_536)])
 def test_what_is_left_is_one_pack_if_it_fits(count: int, seq_length: int) -> None:
     """Under a budget that never binds, too."""
     lengths = np.random.default_rng(0).lognormal(4, 1, count).astype(int) + 1
-    plan = plan_packs(lengths, seq_length, budgets={"patches": (4 * lengths, 10**9)})
-    assert plan.num_packs == -(-int(lengths.sum()) // seq_length)
+    sizes = np.stack([lengths, 4 * lengths], axis=1)
+    packs = STRATEGIES["auto"](sizes, np.array([seq_length, 10**9]))
+    assert packs.num_packs == -(-int(lengths.sum()) // seq_length)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -97,7 +95,7 @@ import hashlib
 import numpy as np
 from offline_packing.planner.strategies.auto import auto
 rng = np.random.default_rng(0)
-lengths = rng.choice(rng.integers(2000, 4100, 150), 4000)
+lengths = rng.choice(rng.integers(2000, 4100, 150), 1500)
 found = auto(np.bincount(lengths, minlength=8193))
 digest = hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest()
 """
@@ -113,15 +111,14 @@ digest = hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdig
 def test_samples_inside_packs() -> None:
     """In random order, and as another packer put them."""
     lengths = np.random.default_rng(0).integers(10, 900, 2000)
-    plan, again = plan_packs(lengths, 1000), plan_packs(lengths, 1000)
-    assert np.array_equal(plan.sample_ids, again.sample_ids)
-    assert np.mean([lengths[pack].argmax() > 0 for pack in plan]) > 0.3
+    assert np.mean([lengths[pack].argmax() > 0 for pack in plan_packs(lengths, 1000)]) > 0.3
     for strategy in ("first_fit_decreasing", "to_constant_volume"):
         longest_first = plan_packs(lengths, 1000, strategy=strategy)
         assert all((np.diff(lengths[pack]) <= 0).all() for pack in longest_first)
 
 
 def test_a_plan_is_saved_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    """And is refused if it is damaged, or of another version."""
     plan = plan_packs([5, 4, 3, 8, 20], 8, seed=7)
     assert len(plan) == plan.num_packs == len([*plan]) == 3
     assert repr(plan) == (
@@ -146,10 +143,7 @@ def test_a_plan_is_saved_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
             plan.save(tmp_path)
     with pytest.raises(FileNotFoundError, match="run the plan stage again"):
         PackPlan.load(tmp_path)
-
-
-def test_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
-    plan_packs([5, 4, 3, 8, 20], 8).save(tmp_path)
+    plan.save(tmp_path)
     np.save(tmp_path / "sample_ids.npy", np.arange(3))
     with pytest.raises(ValueError, match=r"sample_ids\.npy has shape"):
         PackPlan.load(tmp_path)
@@ -165,15 +159,11 @@ def test_reasons_are_aligned_and_ordered() -> None:
     patches = np.array([1, 1, 9, 9, 1, 4])
     images = np.array([1, 1, 1, 5, 1, 3])
     result = admit_samples(tokens, 100, budgets={"patches": (patches, 4), "images": (images, 2)})
-    assert result.sample_ids is not None
-    assert result.sample_ids.tolist() == [0, 4]
+    assert result.sample_ids.tolist() == [0, 4]  # type: ignore[union-attr]
+    assert result.set_aside_ids.tolist() == [1, 2, 3, 5]
     reasons = [result.reason_names[code] for code in result.set_aside_reasons]
-    assert dict(zip(result.set_aside_ids.tolist(), reasons, strict=True)) == {
-        1: "empty",
-        2: "over_seq_length",
-        3: "over_budget:patches",
-        5: "over_budget:images",
-    }
+    limits = ["over_budget:patches", "over_budget:images"]
+    assert reasons == ["empty", "over_seq_length", *limits]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64])

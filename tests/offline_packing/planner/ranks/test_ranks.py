@@ -160,7 +160,7 @@ def kinds_in(plan: PackPlan, media: np.ndarray) -> np.ndarray:
     max_samples=st.sampled_from([None, 3]),
     homogeneous=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_step_is_of_one_kind(
     samples: list[tuple[int, int]],
     num_ranks: int,
