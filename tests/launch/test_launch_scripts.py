@@ -25,7 +25,7 @@ from tests.helpers.transformers_runs import Case
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SFT = str(LAUNCH / "sft.yaml")
-STEPS = 6
+STEPS = 12
 #: Overrides that make a step small; the vocabulary is the real one.
 SMALL = (
     "model.text={hidden_size: 16, num_attention_heads: 1, num_key_value_heads: 1}",
@@ -133,7 +133,7 @@ def test_a_run_stopped_by_slurm_saves_its_place(case: Case, tmp_path: Path) -> N
     write_file(tmp_path / "launch" / "__init__.py", b"raise SystemExit('not this one')\n")
     small = [one for one in SMALL if not one.startswith("model.")]
     options = (*small, f"model.checkpoint={case('qwen2_vl') / 'model'}")
-    options += (f"train.iterations={STEPS}", "batch.global_batch_packs=8", "checkpoint.every=2")
+    options += (f"train.iterations={STEPS}", "batch.global_batch_packs=4", "checkpoint.every=2")
     paths = ("data.path=packs", "output.path=out")
     process = start("sft_qwen2_vl.sh", *paths, *options, cwd=tmp_path, CONFIG="my.yaml")
     deadline = time.monotonic() + 400

@@ -26,7 +26,7 @@ from tests.helpers.packed_runs import (
 )
 from tests.helpers.rank_processes import run_ranks
 
-STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 4, 2
+STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 2, 2
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 

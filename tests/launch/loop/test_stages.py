@@ -295,7 +295,7 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
 
 
 def index_of(root: Path) -> Path:
-    source = {"format": "pairs", "task": "bmr", "path": str(mixed_pairs(root / "source", 100))}
+    source = {"format": "pairs", "task": "bmr", "path": str(mixed_pairs(root / "source", 60))}
     measure(make_run(source, root / "all"))
     return root / "all"
 

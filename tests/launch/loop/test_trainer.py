@@ -187,22 +187,6 @@ def test_samples_can_be_let_attend_to_each_other(folder: Path, tmp_path: Path) -
     assert first[True]["tokens"] == first[False]["tokens"]
 
 
-def test_the_first_and_the_last_step_are_logged(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config(folder, tmp_path, train={"iterations": 4}, validation={"every": 100})
-    with caplog.at_level(logging.INFO, "launch"):
-        train(config)
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
-    assert [line.split(":")[0] for line in lines] == [
-        "step 1/4",
-        "step 4/4",
-        "step 4",  # a run shorter than validation.every is validated once
-    ]
-    assert f"loss {losses(tmp_path)[3]:.4f}" in lines[1]
-    assert "validation loss" in lines[2]
-
-
 #: what users compare runs by
 SHOWN = ("loss", "tokens", "fill", "sub_samples")
 
@@ -224,13 +208,24 @@ def test_trackers_are_optional(
         MetricsLog(tmp_path, MetricsConfig(**options), iteration=0)
 
 
-def test_logs_have_every_step_once(folder: Path, tmp_path: Path) -> None:
-    """A resumed run drops those that it will do again, and a line that a kill cut off."""
+def test_logs_have_every_step_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step and the last have a line for people. A resumed run drops the steps that it
+    will do again, and a line that a kill cut off."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = {"tensorboard": True}
-    train(make_config(folder, tmp_path, train={"iterations": 4}, metrics=metrics))
+    sections: dict[str, Any] = {"train": {"iterations": 4}, "metrics": metrics}
+    sections["validation"] = {"every": 100}
+    with caplog.at_level(logging.INFO, "launch"):
+        train(make_config(folder, tmp_path, **sections))
     steps = step_lines(tmp_path)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
+    first, last, validated = lines  # a run shorter than validation.every is validated once
+    assert first.startswith("step 1/4: ")
+    assert last.startswith(f"step 4/4: loss {steps[3]['loss']:.4f}")
+    assert validated.startswith("step 4: validation loss ")
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"iteration": 5, "lo')
     log = MetricsLog(tmp_path, MetricsConfig(**metrics), iteration=2)

@@ -150,8 +150,8 @@ def alone(sample: EncodedSample) -> dict[str, Any]:
     return to_transformers_kwargs(packed_batch([sample]))
 
 
-def compare_all(folder: Path, layouts: Sequence[tuple[int, int]]) -> list[Any]:
-    """What `compare_layout` finds for ranks of these tensor and context parallel sizes."""
+def compare_all(folder: Path, layouts: Sequence[Any]) -> list[Any]:
+    """What `compare_layout` finds in each layout."""
     found = []
     for layout in layouts:
         parallel_state.destroy_model_parallel()
@@ -159,22 +159,24 @@ def compare_all(folder: Path, layouts: Sequence[tuple[int, int]]) -> list[Any]:
     return found
 
 
-def compare_layout(folder: Path, tensor: int, context: int) -> dict[Any, dict[str, float]]:
-    """Every case, those of Qwen's with every kind of row; most rows are padded."""
+def compare_layout(
+    folder: Path, tensor: int, context: int, *kinds: str
+) -> dict[Any, dict[str, float]]:
+    """Every case, those of Qwen's with these kinds of rows; most rows are padded."""
     device = initialize_parallel(tensor, context)
     found = {}
     for family, kind in CASES + PICTURES * (context == 1):
         checkpoint = folder / f"{family}-{kind}"
         reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
         if (family, kind) in CASES:
-            rows = {row: row_samples(reference, row) for row in ROWS}
+            rows = {row: row_samples(reference, row) for row in kinds}
         else:
             # transformers' dynamic angles grow with the longest sample so far, and do not shrink.
             samples = encoded_samples(family, encoder_of(folder, family))
             rows = {"pictures": sorted(samples, key=lambda sample: len(sample.tokens))}
         for row, samples in rows.items():
             model = built(checkpoint, device)
-            if row != "mixed":
+            if row == [*rows][-1]:
                 model.save_hf_checkpoint(folder / f"saved-{tensor}-{context}" / checkpoint.name)
             inputs_of = alone if row == "pictures" else unpacked_inputs
             found[family, kind, row] = compare(model, reference, samples, inputs_of, PADDING[row])
@@ -197,23 +199,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "layouts",
     [
-        [(1, 1)],
-        [(2, 1), (1, 2)],
-        pytest.param([(1, 4), (2, 2)], marks=pytest.mark.exhaustive),
-        pytest.param([(2, 4)], marks=pytest.mark.exhaustive),
+        [(1, 1, *ROWS)],
+        [(2, 1, "mixed"), (1, 2, "images_and_videos")],
+        pytest.param([(1, 4, *ROWS), (2, 2, *ROWS)], marks=pytest.mark.exhaustive),
+        pytest.param([(2, 4, *ROWS)], marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_packed_megatron_equals_unpacked_transformers(
-    layouts: list[tuple[int, int]], checkpoints: Path, tmp_path: Path
+    layouts: list[Any], checkpoints: Path, tmp_path: Path
 ) -> None:
-    ranks = math.prod(layouts[0])
+    """In each layout: tensor parallel ranks, context parallel ranks, and kinds of rows."""
+    ranks = math.prod(layouts[0][:2])
     if ranks == 1:
         of_layouts = compare_all(checkpoints, layouts)
     else:
         of_layouts = run_ranks(ranks, tmp_path, compare_all, checkpoints, layouts)[0]
-    for (tensor, context), differences in zip(layouts, of_layouts, strict=True):
-        assert len(differences) == len(CASES) * len(ROWS) + len(PICTURES) * (context == 1)
+    for (tensor, context, *kinds), differences in zip(layouts, of_layouts, strict=True):
+        assert len(differences) == len(CASES) * len(kinds) + len(PICTURES) * (context == 1)
         for case, found in differences.items():
             assert found["labels"] > 20, case
             assert max(found["logit"], found["loss"]) <= 1e-5, case
