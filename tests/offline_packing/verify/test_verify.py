@@ -53,7 +53,7 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.outputs import cut, files_of, flip, flip_byte, repair
-from tests.world import World, copy_of
+from tests.world import World, at, copy_of
 from tools.kill_test import kill_after, start
 
 #: An empty file that holds the lock, and pages for people, which `report` makes anew.
@@ -626,9 +626,7 @@ def test_pack_takes_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert offline_packing.pack(run.config, deep=True).verified == first.verified
     moved = tmp_path / "moved"
     run.workspace.root.rename(moved)  # the same files
-    output = run.config.output.model_copy(update={"path": str(moved)})
-    there = run.config.model_copy(update={"output": output})
-    assert offline_packing.pack(there).verified == first.verified
+    assert offline_packing.pack(at(run, moved).config).verified == first.verified
     shutil.copytree(moved, run.workspace.root)
     assert not holds(run)
 
