@@ -55,8 +55,6 @@ def write_shard(task: ShardTask) -> ShardFragment:
     """Write a shard; no file has its final name before it is complete. Raises StageError."""
     name = shard_file(task.shard.name)
     path = task.folder / name
-    if path.parent != task.folder:
-        path.parent.mkdir(exist_ok=True)
     with atomic_file(path) as file:
         writer = TarShardWriter(file)
         for key, samples in task.packs(with_media=not task.refers):

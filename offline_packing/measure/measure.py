@@ -68,7 +68,6 @@ from offline_packing.storage.files import (
     hash_files,
     read_each,
     remove_folder,
-    remove_temporaries,
 )
 from offline_packing.storage.receipts import (
     Fingerprint,
@@ -219,11 +218,6 @@ class Measure(Stage):
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
         run, at = self.run, self.run.workspace
-        if not tasks:
-            return
-        for own in ("index", "set_aside", "files"):
-            (folder / "_packing" / own).mkdir(parents=True, exist_ok=True)
-            remove_temporaries(folder / "_packing" / own)
         numbers = {task.work.number for task in tasks}
         before: list[Any] = []
         if folder == at.root:
@@ -252,7 +246,6 @@ class Measure(Stage):
         packing = folder / "_packing"
         remove_folder(self.run.workspace.skip)
         if folder != self.run.workspace.root:
-            (packing / "files").mkdir(parents=True, exist_ok=True)
             save_files(packing / "files", self.sources, self.scans)
         (packing / "repeated").mkdir(parents=True, exist_ok=True)
         info = IndexInfo({}, {}, [one.num_rows for one in self._results()], {})

@@ -106,14 +106,14 @@ class Plan(Stage):
         return [Task(plan_files(self.run.config), None)]
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
-        if tasks:
-            self.planned = make_plan(self.run, self.samples)
-            _warn_of_uneven_packs(self.run.config, self.planned.packs)
-            _save(self.run, self.samples, self.planned, folder / "_packing" / "plan")
+        self.planned = make_plan(self.run, self.samples)
+        _warn_of_uneven_packs(self.run.config, self.planned.packs)
+        _save(self.run, self.samples, self.planned, folder / "_packing" / "plan")
 
     def record(self) -> tuple[dict[str, str], dict[str, Any]]:
         root = self.run.workspace.root
-        self.make(self.tasks() if self.planned is None else (), root)  # killed before its receipt
+        if self.planned is None:  # killed before its receipt
+            self.make(self.tasks(), root)
         assert self.planned is not None
         files = {name: hash_file(root / name) for name in plan_files(self.run.config)}
         facts = PlanFacts(

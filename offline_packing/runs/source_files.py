@@ -26,7 +26,8 @@ _NUM_NAMED: Final = 3
 
 
 def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -> None:
-    """Keep which files are measured, in a folder that exists."""
+    """Keep in a folder which files are measured."""
+    folder.mkdir(parents=True, exist_ok=True)
     for i, (source, scan) in enumerate(zip(sources, scans, strict=True)):
         if source.options.index is not None:
             continue

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from offline_packing.errors import DiskFullError, ShareDoneError, StageError
+from offline_packing.errors import DamagedError, DiskFullError, ShareDoneError, StageError
 from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
 from offline_packing.runs.run import Run
 from offline_packing.runs.source_files import describe_change
-from offline_packing.storage.files import remove_folder, remove_path
+from offline_packing.storage.files import remove_folder, remove_path, remove_temporaries
 from offline_packing.storage.receipts import (
     Fingerprint,
     Receipt,
@@ -71,7 +71,8 @@ class Stage:
         return ()
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
-        """Make tasks, or this rank's share of them, below a folder in place of the output."""
+        """Make tasks, or this rank's share of them, below a folder in place of the output. There
+        is at least one, and the folders of its files are there."""
         raise NotImplementedError
 
     def finish(self, folder: Path) -> None:
@@ -150,13 +151,13 @@ def _keep(run: Run, stage: Stage, receipt: Receipt) -> Receipt:
     try:
         accept(at, hashes)  # what a killed repair made
         tasks = [task for task in stage.tasks() if not hashes.keys().isdisjoint(task.files)]
-        stage.make(tasks, at.again)
+        _make_tasks(stage, tasks, at.again)
         accept(at, hashes)
         if hashes.keys() - {name for task in tasks for name in task.files}:
             with suppress(FileNotFoundError):  # of a task, which could not make it again
                 stage.finish(at.again)
             accept(at, hashes)
-    except DiskFullError:
+    except (DamagedError, DiskFullError):  # another file is damaged, and its remedy is known
         raise
     except StageError as error:
         why = error
@@ -194,7 +195,7 @@ def _make(run: Run, stage: Stage) -> Receipt:
     if 0 < len(finished) < len(tasks):
         logger.info("%s: %d of %d tasks are done already", stage.name, len(finished), len(tasks))
     is_done = {task.files for task in finished}
-    stage.make([task for task in tasks if task.files not in is_done], at.root)
+    _make_tasks(stage, [task for task in tasks if task.files not in is_done], at.root)
     if run.engine.IS_SHARED:
         left = len(tasks) - len(done(at.root, tasks))
         raise ShareDoneError(
@@ -209,6 +210,16 @@ def _make(run: Run, stage: Stage) -> Receipt:
             remove_path(path)
         raise refused(at, unknown or files, stage.describe_change())
     return Receipt(inputs, files, facts).save(at.packing, stage.name)
+
+
+def _make_tasks(stage: Stage, tasks: Sequence[Task], folder: Path) -> None:
+    """Make tasks, if there are any, below a folder, without what killed runs left there."""
+    for name in {name.rpartition("/")[0] for task in tasks for name in task.files}:
+        at = folder / name if name else folder
+        at.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(at)
+    if tasks:
+        stage.make(tasks, folder)
 
 
 def missing(root: Path, names: Iterable[str]) -> list[str]:

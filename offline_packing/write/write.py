@@ -99,15 +99,10 @@ class Write(Stage):
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
         """Write shards. Raises StageError if any is still missing at the end."""
-        if not tasks:
-            return
         run, packs = self.run, self.plan.packs
         if run.config.output.media == "refer":
             container.check_places(self.samples, open_sources(run.config))
-        run.workspace.write.mkdir(parents=True, exist_ok=True)
         left: list[PlannedShard] = [task.work for task in tasks]
-        for name in {fragment_file(shard.name).rpartition("/")[0] for shard in left}:
-            (folder / name).mkdir(parents=True, exist_ok=True)
         own = run.engine.share(left)
         failures: dict[str, str] = {}
         with run.bar("write", packs.num_packs, "pack") as bar:

@@ -15,7 +15,7 @@ from tests.helpers.datasets import pack_all
 from tests.helpers.formats import WRITERS
 
 #: Scenarios for which workers are spawned and killed.
-EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "refer", "videos", "qwen3_vl")
+EIGHT = ("bmr", "refer", "cut", "trees", "parquet", "repeat", "videos", "qwen3_vl")
 #: Scenarios of the samples of "bmr", of which the plan makes other packs: what measures and reads
 #: "bmr" does the same for them.
 PLANS = ("one kind", "locality", "few samples", "budget", "padding", "ranks", "strategy")

@@ -93,7 +93,7 @@ def test_real_kills(name: str, whole: Run, place: str) -> None:
         with LocalEngine(2) as engine:
             make(replace(run, engine=engine))
 
-    for _ in range(3):
+    for _ in range(2):
         kill_test.kill_after(kill_test.start(pack), dice.uniform(0.1, 2))
     make(run)
     assert files_of(run.workspace.root) == files_of(whole.workspace.root)

@@ -65,7 +65,7 @@ def test_an_output_in_a_bucket(
     tenth of the requests fail, with a line with how many were repeated. Then it is looked at."""
     config, name = config_file(tmp_path / "pack.yaml", remote.config), bucket.removeprefix("s3://")
     assert "measure   not begun" in status(remote)
-    for writes in (2, 9, 16):
+    for writes in (2, 12):
         object_store.set_faults(Faults(writes_allowed=writes))
         code, _, said = command("run", "--quiet", config)
         object_store.set_faults()

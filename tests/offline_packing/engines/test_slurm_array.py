@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -156,16 +155,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Comma
 
 
 def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
-    """launch/pack_slurm.sh with another sbatch and a command that says its rank and its call: each
-    job waits for the one before; arrays and others have logs of their own names."""
-    say = "import sys; from offline_packing.engines.slurm_array import find_rank; import os; "
-    say += 'rank = find_rank(os.environ) if "engine.name=slurm" in sys.argv else None; '
-    say += 'print((rank, sys.argv[1:]), file=open(os.environ["LOG"], "a"))'
-    programs = {
-        "sbatch": FAKE_SBATCH,
-        "offline-packing": f"#!/bin/sh\nexec '{sys.executable}' -c '{say}' \"$@\"\n",
-    }
-    for name, text in programs.items():
+    """launch/pack_slurm.sh with another sbatch and a command that notes its place in an array and
+    its call: each job waits for the one before; arrays and others have logs of their own names."""
+    for name, text in (("sbatch", FAKE_SBATCH), ("offline-packing", FAKE_COMMAND)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
@@ -185,15 +177,15 @@ def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
     assert usage.returncode == 2
     assert result.stdout == "submitted: measure 1, plan 2, write 3, verify 4\n", result.stderr
 
-    def call(verb: str, rank: tuple[int, int] | None) -> str:
-        engine = "local" if rank is None else "slurm"
-        return str((rank, [verb, *arguments, f"engine.name={engine}", "--quiet"]))
+    def call(verb: str, rank: str) -> str:
+        engine = "slurm" if rank else "local"
+        return "|".join([rank, verb, *arguments, f"engine.name={engine}", "--quiet", ""])
 
     assert (tmp_path / "log").read_text().splitlines() == [
-        *(call("measure", (rank, 2)) for rank in (0, 1)),
-        *(call(verb, None) for verb in ("measure", "plan")),
-        *(call("write", (rank, 2)) for rank in (0, 1)),
-        *(call(verb, None) for verb in ("write", "verify")),
+        *(call("measure", f"{rank} of 2") for rank in (0, 1)),
+        *(call(verb, "") for verb in ("measure", "plan")),
+        *(call("write", f"{rank} of 2") for rank in (0, 1)),
+        *(call(verb, "") for verb in ("write", "verify")),
     ]
     jobs = (tmp_path / "log.jobs").read_text().splitlines()
     assert len(jobs) == 4
@@ -208,6 +200,10 @@ def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
     assert logs == ["%x-%A_%a.txt", "%x-%j.txt"] * 2
 
 
+FAKE_COMMAND = """#!/bin/sh
+of=${SLURM_ARRAY_TASK_COUNT:+"$SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT"}
+{ printf '%s|' "$of" "$@"; echo; } >> "$LOG"
+"""
 #: Notes its arguments, and runs the command of --wrap as slurm's wrapper does, once for each index
 #: of --array.
 FAKE_SBATCH = """#!/usr/bin/env bash

@@ -165,13 +165,6 @@ def test_samples_that_they_cannot_hold(
     assert found == why or (why and found and found.startswith(why))
 
 
-def test_captions_may_be_about_tags() -> None:
-    """A caption goes through no template, so nothing in it becomes an image."""
-    caption = Turn("", "The words <video> and </image>.")
-    sample = SourceSample("k", "captioning", (caption,), ("a.png",))
-    assert LAYOUTS["llava_onevision"].unfit(sample, [PICTURE], {}) is None
-
-
 def test_a_sample_that_got_another_turn_is_named() -> None:
     sample = SourceSample("odd", "vqa", (Turn("Q?", "A."),) * 2, ("a.png",))
     with pytest.raises(StageError, match="'odd' changed since it was measured: it has 2 turns"):

@@ -53,7 +53,7 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.outputs import cut, files_of, flip, flip_byte, repair
-from tests.world import World, copy_of
+from tests.world import World, at, copy_of
 from tools.kill_test import kill_after, start
 
 #: An empty file that holds the lock, and pages for people, which `report` makes anew.
@@ -101,7 +101,7 @@ def test_every_file_is_checked(world: World, tmp_path: Path) -> None:
         before = path.read_bytes()
         flip(path)
         try:
-            found = "\n".join(verify(run).problems)
+            found = "\n".join(verify(run, hash_only=True).problems)
         except StageError as error:
             found = str(error)
         assert str(path.relative_to(root)) in found, (path, found)
@@ -281,6 +281,17 @@ def test_a_flipped_bit_in_an_index_part_costs_that_part_only(packed: Run) -> Non
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in inodes} == inodes
     assert not workspace.damaged.exists()
     assert content(workspace.root) == expected
+
+
+def test_a_lost_file_that_needs_a_damaged_one(packed: Run) -> None:
+    """The damaged one is named, with the remedy that makes both again."""
+    expected = content(packed.workspace.root)
+    (packed.workspace.nv_meta / "index.sqlite").unlink()
+    cut(packed.workspace.write / "train-000000.json")
+    with pytest.raises(DamagedError, match=rf"write/train-000000\.json is damaged: .*{REMEDY}$"):
+        pack_all(packed)
+    repair(packed)
+    assert content(packed.workspace.root) == expected
 
 
 def test_verify_discard_goes_alone(
@@ -615,9 +626,7 @@ def test_pack_takes_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert offline_packing.pack(run.config, deep=True).verified == first.verified
     moved = tmp_path / "moved"
     run.workspace.root.rename(moved)  # the same files
-    output = run.config.output.model_copy(update={"path": str(moved)})
-    there = run.config.model_copy(update={"output": output})
-    assert offline_packing.pack(there).verified == first.verified
+    assert offline_packing.pack(at(run, moved).config).verified == first.verified
     shutil.copytree(moved, run.workspace.root)
     assert not holds(run)
 
