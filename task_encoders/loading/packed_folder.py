@@ -31,7 +31,7 @@ from task_encoders.loading.folder_shards import (
     read_columns,
     read_index,
 )
-from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_again
+from task_encoders.packs.manifest import PackColumns, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.stored_media import with_stored_media
@@ -126,10 +126,9 @@ class PackedFolder:
         try:
             return RawPack(*_read_pack(shard, start, end), wanted, shard.subflavors)
         except PackedFolderError as error:
-            line = written_again(shard.root, _generation(shard))
-            if line is None:
-                raise
-            raise PackedFolderError(line) from error
+            if line := written_again(shard.root, _generation(shard)):
+                raise PackedFolderError(line) from error
+            raise
 
     def __getitems__(self, numbers: Sequence[int]) -> list[RawPack]:
         """Read packs for torch's DataLoader, and have it refuse its default collation."""
@@ -140,8 +139,7 @@ class PackedFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the folder again where it is unpickled."""
-        generations = {shard.root: _generation(shard) for shard in self.shards}
-        opened = {str(root): generation for root, generation in generations.items()}
+        opened = {shard.root: _generation(shard) for shard in self.shards}
         again = partial(_open_again, type(self), opened, split=self.split)
         return again, (str(self.path), self.task_encoder)
 
@@ -211,16 +209,14 @@ def _generation(shard: ShardRange) -> str:
 
 
 def _open_again(
-    cls: type[PackedFolder], opened: Mapping[str, str], *args: Any, split: str
+    cls: type[PackedFolder], opened: Mapping[Path, str], *args: Any, split: str
 ) -> PackedFolder:
     """Open the same folder in another process. Raises PackedFolderError if it was written again
     since it was first opened: its packs have other numbers."""
-    folder = cls(*args, split=split)
-    for shard in folder.shards:
-        before, now = opened.get(str(shard.root), ""), _generation(shard)
-        if now != before:
-            raise PackedFolderError(WRITTEN_AGAIN.format(shard.root, now, before))
-    return folder
+    for root, generation in opened.items():
+        if line := written_again(root, generation):
+            raise PackedFolderError(line)
+    return cls(*args, split=split)
 
 
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:

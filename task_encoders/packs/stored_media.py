@@ -28,24 +28,15 @@ MEDIA_ROOTS: Final = "media_roots.json"
 Place = Sequence[Any]
 
 
-class MovedMediumError(PackFormatError):
-    """A medium that cannot be read, or has changed since it was packed."""
-
-    @classmethod
-    def gone(cls, path: str, why: object) -> "MovedMediumError":
-        """Return the error of a medium that cannot be read."""
-        return cls(
-            f"{path} cannot be read: {why}; restore it, or if the data moved, say where they are: "
-            "offline-packing write CONFIG source.path=NEW (or source.image_root)"
-        )
-
-    @classmethod
-    def changed(cls, path: str, what: str) -> "MovedMediumError":
-        """Return the error of a medium that has another size or time."""
-        return cls(
-            f"{path} changed since it was packed ({what}); restore it (cp -a and rsync -t keep "
-            "times), or pack again with another output.path"
-        )
+#: Errors of a medium that cannot be read, and why; and of one that has another size or time.
+_GONE: Final = (
+    "{} cannot be read: {}; restore it, or if the data moved, say where they are: "
+    "offline-packing write CONFIG source.path=NEW (or source.image_root)"
+)
+_CHANGED: Final = (
+    "{} changed since it was packed ({}); restore it (cp -a and rsync -t keep times), or pack "
+    "again with another output.path"
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,8 +52,8 @@ def read_media_roots(folder: str) -> Mapping[str, str]:
 
 def _read_at(place: Place, folder: str, count: int | None) -> bytes:
     """Read a medium at a place in a pack of an output, or its first `count` bytes. Raises
-    PackFormatError; MovedMediumError if the medium no longer exists, or its file has another size
-    or was written to; RemoteError."""
+    PackFormatError if there is no such place, the medium no longer exists, or its file has another
+    size or was written to; RemoteError."""
     try:
         root, file, offset, size, packed_ns = place
         path = f"{read_media_roots(folder)[root]}/{file}"
@@ -84,12 +75,12 @@ def _read_at(place: Place, folder: str, count: int | None) -> bytes:
                 found = os.fstat(opened.fileno())
             file_size, mtime_ns = found.st_size, found.st_mtime_ns
     except OSError as error:
-        raise MovedMediumError.gone(path, error.strerror or error) from error
+        raise PackFormatError(_GONE.format(path, error.strerror or error)) from error
     end = begin + size
     if file_size < end or len(data) < count or (offset is None and file_size != end):
-        raise MovedMediumError.changed(path, f"{file_size} bytes, were {end}")
+        raise PackFormatError(_CHANGED.format(path, f"{file_size} bytes, were {end}"))
     if mtime_ns != packed_ns:
-        raise MovedMediumError.changed(path, "another time")
+        raise PackFormatError(_CHANGED.format(path, "another time"))
     return data
 
 

@@ -30,8 +30,8 @@ Handler = Callable[[Exception, Any, Any], None]
 
 
 class SetAside(Savable):
-    """Samples left out that no row has reported yet: an error handler for Energon's datasets, which
-    raise FatalSampleError after 100 consecutive failures."""
+    """Samples left out that no row has reported yet, as "key: reason: detail": an error handler for
+    Energon's datasets, which raise FatalSampleError after 100 consecutive failures."""
 
     def __init__(self, otherwise: Handler, opened: Iterable[tuple[Any, str]] = ()) -> None:
         """Take a handler of errors that are not caused by the sample (`otherwise`), and the folders
@@ -47,7 +47,8 @@ class SetAside(Savable):
         if not isinstance(error, SampleError | PackFormatError):
             self._otherwise(error, sample, sources)
         reason = "" if isinstance(error, SampleError) else "bad_record: "
-        self.add(f"{_key_of(sample)}: {reason}{error}")
+        self.lines.append(f"{_key_of(sample)}: {reason}{error}")
+        logger.warning("set aside %s", self.lines[-1])
 
     def _check_generation(self, error: Exception) -> None:
         """Raise FatalSampleError if reading fails since an output was written again."""
@@ -55,11 +56,6 @@ class SetAside(Savable):
             line = written_again(folder, generation)
             if line is not None:
                 raise FatalSampleError(line) from error
-
-    def add(self, line: str) -> None:
-        """Note a line of the form "key: reason: detail"."""
-        logger.warning("set aside %s", line)
-        self.lines.append(line)
 
     def watch(self, dataset: SavableDataset[Any]) -> None:
         """Take the errors of Energon's own stages below, such as a member that is missing."""

@@ -199,11 +199,3 @@ def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
     for repeat in (False, True):
         with pytest.raises(FatalSampleError, match="none of the 5 samples of a loader worker can"):
             batches(folder, repeat=repeat)
-
-
-def test_a_tar_that_ends_early_is_one_error(tmp_path: Path) -> None:
-    folder = crude_folder(tmp_path / "crude", 30, shards=1)
-    tar = folder / "shard_0.tar"
-    tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
-    with pytest.raises(FatalSampleError, match=r"crude.*: unexpected end of data; the tar or its"):
-        batches(folder)

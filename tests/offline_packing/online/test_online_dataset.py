@@ -117,7 +117,8 @@ def test_lengths_that_are_wrong_end_the_run(repeats: bool, count: int) -> None:
     assert len(list(islice(dataset, 3))) == 3
 
 
-def test_a_reader_without_a_usable_sample_ends_the_run() -> None:
+def test_a_reader_without_a_usable_sample_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)  # it warns of each
     message = "no sample can be used, the last one because of overlong: 99 tokens"
     with pytest.raises(StageError, match=message):
         next(iter(PackedIterableDataset(repeat({"length": 99}), seq_length=64)))
