@@ -17,11 +17,10 @@ from transformers import (
 )
 
 from task_encoders.families import build_sample_encoder
-from tests.helpers.hf_trainers import OPTIMIZER, check_resuming, packed_trainer, recorded_run
-from tests.helpers.peers import check_losses, open_packs, pack_dialogues
+from tests.helpers.hf_trainers import check_resuming, packed_trainer, recorded_run
+from tests.helpers.peers import check_losses, small_packs
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.tiny_families import save_tokenizer
-from tests.helpers.videos import short_dialogues
 from tests.peers import Say
 
 if not os.environ.get("LLAVA_ONEVISION_2"):
@@ -60,18 +59,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def make(output: Path, _: Any, packs: Any, checkpoint: Path, **options: Any) -> Any:
+    """transformers' Trainer on the model with its code, as anyone loads it."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    return packed_trainer(output, model, packs, checkpoint, **options)
+
+
 def test_steps_are_those_of_the_samples_alone_and_are_resumed(
     checkpoint: Path, tmp_path: Path, say: Say
 ) -> None:
-    pairs = short_dialogues(tmp_path / "source", 48)
-    packed = pack_dialogues(pairs, FAMILY, checkpoint, tmp_path)
-    _, losses = check_resuming(tmp_path, recorded_run, packed_trainer, checkpoint, packed)
-    said = check_losses(packed, checkpoint, losses[:2])
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules.")
-    trainer = packed_trainer(
-        tmp_path, model, open_packs(packed), checkpoint, max_steps=2, **OPTIMIZER
-    )
-    trainer.train()
-    assert [one["loss"] for one in trainer.state.log_history if "loss" in one] == losses[:2]
-    say(f"{said}, 6 steps resumed after 3 to the last bit")
+    packed = small_packs(FAMILY, checkpoint, tmp_path)
+    _, losses = check_resuming(tmp_path, recorded_run, make, checkpoint, packed)
+    say(f"{check_losses(packed, checkpoint, losses)}, 6 steps resumed after 3 to the last bit")
