@@ -14,6 +14,7 @@
 """
 
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,15 +23,8 @@ from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetW
 from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
 
-from launch.trainers.shared import (
-    PacksAsItems,
-    open_as_measured,
-    require_kernels,
-    settings_of_packs,
-    warn_of_mixed_steps,
-)
+from launch.trainers.shared import PacksAsItems, require_kernels, warn_of_mixed_steps
 from task_encoders.families import FAMILIES
-from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 
 #: Forms of images that its collator passes on (not Mistral 3's, with sizes) and whose masks
@@ -84,9 +78,8 @@ class PacksConfig:
 
     def build(self) -> AutoModelPacks:
         """Open the packs. Raises as `open_as_measured`."""
-        return AutoModelPacks(
-            *open_as_measured(self.path, "AutoModel", split=self.split, processor=self.processor)
-        )
+        options = {"split": self.split, "processor": self.processor}
+        return AutoModelPacks(self.path, "AutoModel", **options)
 
 
 class _PackedAlready(NeatPackConfig):
@@ -102,11 +95,12 @@ def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
     the recipe has options that packs do not support, or the recurrent layers of its model would get
     no boundaries: AutoModel gives boundaries to its own model alone, which drops them without both
     packages of kernels."""
-    packs, packing = config.dataset_config, config.packing
-    if not isinstance(packs, PacksConfig):
+    given, packing = config.dataset_config, config.packing
+    if not isinstance(given, PacksConfig):
         return _automodels_own(config, **options)
-    packs = replace(packs, processor=packs.processor or options["pretrained_model_name_or_path"])
-    settings, seq_length, _ = settings_of_packs(packs.path)
+    processor = given.processor or options["pretrained_model_name_or_path"]
+    packs = replace(given, processor=processor).build()
+    seq_length, is_recurrent = packs.seq_length, FAMILIES[packs.family].is_recurrent
     contract = options.get("packing_contract", DEFAULT_PACKED_SEQUENCE_CONTRACT)
     if packing is None and contract is not DEFAULT_PACKED_SEQUENCE_CONTRACT:
         # Validation: AutoModel reads packed_sequence for training only, which has set the contract.
@@ -117,17 +111,19 @@ def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
         wrong = "in the order to be trained in; set dataloader: {shuffle: false}"
     elif packing.packing_format == "thd" and options.get("cp_size", 1) > 1:
         wrong = "packing_format thd with cp_size > 1 pads every sample; set packing_format: neat"
-    elif FAMILIES[settings.family].is_recurrent and not contract.requires_packed_sequence_metadata:
+    elif is_recurrent and not contract.requires_packed_sequence_metadata:
         wrong = "only AutoModel's own model keeps its samples apart; leave out force_hf"
     else:
-        require_kernels(settings.family, "AutoModel", "fla.ops.gated_delta_rule", "causal_conv1d")
-        packing = _PackedAlready(**asdict(packing))
-        folder = PackedFolder(packs.path, split=packs.split)
-        warn_of_mixed_steps(folder, options["dp_world_size"])
-        tokenized = PreTokenizedDatasetWrapperConfig()  # not used, but asked for
-        config = replace(config, dataset_config=packs, packing=packing, pretokenization=tokenized)
+        require_kernels(packs.family, "AutoModel", "fla.ops.gated_delta_rule", "causal_conv1d")
+        warn_of_mixed_steps(packs.packs, options["dp_world_size"])
+        config = replace(
+            config,
+            dataset_config=SimpleNamespace(build=lambda: packs),
+            packing=_PackedAlready(**asdict(packing)),
+            pretokenization=PreTokenizedDatasetWrapperConfig(),  # not used, but asked for
+        )
         return _automodels_own(config, **options)
-    raise ValueError(f"{packs.path} is packed already: {wrong}")
+    raise ValueError(f"{given.path} is packed already: {wrong}")
 
 
 VlmDataloaderConfig.build = _build

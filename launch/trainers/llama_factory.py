@@ -89,21 +89,21 @@ def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **op
     """Open LLaMA-Factory's datasets, or packs. Raises as `open_as_measured`."""
     if not is_packed((data_args.dataset or [""])[0]):
         return _llama_factorys_dataset(template, model_args, data_args, *args, **options)
-    given = {"train": data_args.dataset, "val": data_args.eval_dataset}
-    train, validation = (
-        open_as_measured(
-            names[0],
-            "LLaMA-Factory",
-            split=split,
-            processor=model_args.model_name_or_path,
-            pixel_transport="uint8",
-            trees=True,
-        )[0]
-        if names
-        else None
-        for split, names in given.items()
-    )
-    return {"train_dataset": train, **({"eval_dataset": validation} if validation else {})}
+    opened = {}
+    for name, split, given in (
+        ("train_dataset", "train", data_args.dataset),
+        ("eval_dataset", "val", data_args.eval_dataset),
+    ):
+        if given:
+            opened[name], _ = open_as_measured(
+                given[0],
+                "LLaMA-Factory",
+                split=split,
+                processor=model_args.model_name_or_path,
+                pixel_transport="uint8",
+                trees=True,
+            )
+    return opened
 
 
 def make_trainer(*, train_dataset: Any = None, **options: Any) -> CustomSeq2SeqTrainer:

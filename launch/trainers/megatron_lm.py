@@ -51,12 +51,13 @@ class DataIterator:
         return next(self._rows)
 
     def save_state(self) -> Any:
-        """Return Energon's state, which only `restore` reads: torch.load refuses its classes."""
+        """Return Energon's state. From a file only `load_state` reads it: torch.load refuses its
+        classes."""
         return self._loader.save_state_rank()
 
-    def restore(self, path: str | Path) -> None:
-        """Continue where a saved state was taken. Only before the first row."""
-        self._loader.restore_state_rank(load_state(Path(path))["dataloader_state_dict"])
+    def restore_state(self, state: Any) -> None:
+        """Continue where a state was saved. Only before the first row."""
+        self._loader.restore_state_rank(state)
 
 
 def build_dataloaders(
@@ -88,7 +89,7 @@ def build_dataloaders(
     train = get_packed_train_dataset(path, task_encoder, **options)
     data = DataIterator(get_packed_loader(train))
     if restore_from is not None:
-        data.restore(restore_from)
+        data.restore_state(load_state(Path(restore_from))["dataloader_state_dict"])
     if not args.eval_iters:
         return data, None, None
     validation = get_packed_val_dataset(path, task_encoder, **options)

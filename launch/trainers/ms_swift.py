@@ -19,13 +19,7 @@ import torch
 from swift.pipelines.train.sft import SwiftSft
 from transformers import Trainer
 
-from launch.trainers.shared import (
-    PacksAsItems,
-    by_saved_names,
-    open_as_measured,
-    require_kernels,
-    settings_of_packs,
-)
+from launch.trainers.shared import PacksAsItems, by_saved_names, require_kernels
 from task_encoders.concatenate import split_row
 from task_encoders.model_inputs import media_kwargs, token_types
 from task_encoders.storage.paths import path_of
@@ -72,9 +66,9 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    family = settings_of_packs(path)[0].family
-    require_kernels(family, "ms-swift", "fla.modules.convolution", "fla.ops.gated_delta_rule")
-    return SwiftPacks(*open_as_measured(path, "ms-swift", split=split, processor=args.model_dir))
+    packs = SwiftPacks(path, "ms-swift", split=split, processor=args.model_dir)
+    require_kernels(packs.family, "ms-swift", "fla.modules.convolution", "fla.ops.gated_delta_rule")
+    return packs
 
 
 _swifts_own = SwiftSft._prepare_dataset

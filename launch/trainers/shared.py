@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from launch.data.packed_data import read_packed_data
 from task_encoders.families import (
     FAMILIES,
-    ModelOptions,
     change_options,
     family_of_processor,
     model_options,
@@ -29,18 +28,6 @@ from task_encoders.storage.paths import path_of
 logger = logging.getLogger(__name__)
 
 
-def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int, bool]:
-    """Read from the manifest of packs the model's settings, with the options that are not None in
-    place of its own; seq_length; and whether samples share prefixes. Packs written by others have
-    no manifest: their settings are the family's defaults."""
-    given = {name: value for name, value in options.items() if value is not None}
-    folder = path_of(path)
-    if folder.is_dir() and not (folder / "manifest.json").is_file():
-        return model_options(**given), 2048, False
-    data = read_packed_data(folder)
-    return change_options(data.model, **given), data.seq_length, data.has_trees
-
-
 def open_as_measured(
     path: str | Path,
     trainer: str,
@@ -50,7 +37,8 @@ def open_as_measured(
     pixel_transport: PixelTransport = "float32",
     trees: bool = False,
 ) -> tuple[PackedFolder, PackedTaskEncoder]:
-    """Open the packs at a path, with the task encoder that their manifest describes.
+    """Open the packs at a path, with the task encoder that their manifest describes. Packs written
+    by others have no manifest: they get the defaults of the processor's family.
 
     Args:
         trainer: the name of a trainer whose loss takes only weights 0 and 1.
@@ -64,14 +52,15 @@ def open_as_measured(
         PackingSettingsError: the environment or the processor contradict the packs, or packs have
             other weights.
     """
-    family = family_of_processor(processor) if processor else None
-    settings, seq_length, shared = settings_of_packs(path, processor=processor, family=family)
-    task_encoder = PackedTaskEncoder(
-        seq_length=seq_length,
-        model=settings,
-        pixel_transport=pixel_transport,
-        trees=trees and shared,
-    )
+    given = {"processor": processor, "family": family_of_processor(processor)} if processor else {}
+    folder = path_of(path)
+    if folder.is_dir() and not (folder / "manifest.json").is_file():
+        measured: dict[str, Any] = {"seq_length": 2048, "model": model_options(**given)}
+    else:
+        data = read_packed_data(folder)
+        measured = {"seq_length": data.seq_length, "model": change_options(data.model, **given)}
+        measured["trees"] = trees and data.has_trees
+    task_encoder = PackedTaskEncoder(pixel_transport=pixel_transport, **measured)
     task_encoder.check_trainer(trainer)
     packs = PackedFolder(path, task_encoder, split=split)
     if not len(packs):
@@ -82,10 +71,12 @@ def open_as_measured(
 
 
 class PacksAsItems(Dataset[Any]):
-    """Packs of a folder as items of a framework's own loader."""
+    """Packs of a folder as items of a framework's own loader. Arguments and errors are those of
+    `open_as_measured`."""
 
-    def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
-        self.packs = packs
+    def __init__(self, path: str | Path, trainer: str, **options: Any) -> None:
+        self.packs, task_encoder = open_as_measured(path, trainer, **options)
+        self.seq_length, self.family = task_encoder.seq_length, task_encoder.model.family
         self.token_ids = task_encoder.encoder.media_token_ids
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 from veomni.distributed.parallel_state import get_parallel_state
 
-from launch.trainers.shared import PacksAsItems, open_as_measured, warn_of_mixed_steps
+from launch.trainers.shared import PacksAsItems, warn_of_mixed_steps
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.storage.paths import path_of
 
@@ -63,7 +63,7 @@ def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **op
         raise ValueError(f"{path} holds packs; set data.datasets_type mapping, not {kind}")
     processor = getattr(options.get("transform"), "keywords", {}).get("processor")
     model = processor.tokenizer.name_or_path if processor else None
-    return VeOmniPacks(*open_as_measured(path, "VeOmni", processor=model or None))
+    return VeOmniPacks(path, "VeOmni", processor=model or None)
 
 
 def build_loader(dataset: Any, **options: Any) -> Any:

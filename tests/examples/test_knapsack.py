@@ -42,13 +42,6 @@ def programs() -> Iterator[dict[str, Any]]:
         del sys.modules[name]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("knapsack") / "data"
-    generate_demo_dataset(path, num_samples=300, progress=False)
-    return path
-
-
 @pytest.mark.parametrize(("strategy", "num_workers"), PRINTED)
 def test_packs_of_numbers_are_those_of_the_document(
     programs: dict[str, Any], strategy: str, num_workers: int
@@ -59,9 +52,10 @@ def test_packs_of_numbers_are_those_of_the_document(
 
 @pytest.mark.exhaustive
 def test_every_stage_prints_and_draws_and_padding_falls(
-    programs: dict[str, Any], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    programs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = {}
+    data, printed = tmp_path / "data", {}
+    generate_demo_dataset(data, num_samples=300, progress=False)
     for name in STAGES:
         programs[name].main.callback(data, tmp_path)
         printed[name] = capsys.readouterr().out

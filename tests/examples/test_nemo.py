@@ -69,17 +69,6 @@ def digest(content: Any) -> str:
 # Ours.
 
 
-@pytest.fixture(scope="module")
-def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("llama")
-    save_llama_tokenizer(folder)
-    options = {"image_size": 56, "patch_size": 14}
-    return {
-        template: build_sample_encoder("llava_1_5", str(folder), template=ours, **options)
-        for template, ours in (("v1", "neva"), ("plain", "plain"))
-    }
-
-
 def our_string(encoder: Any, sample: SourceSample) -> str:
     """The text that the pieces spell after the <s> that LLaMA's tokenizer puts in front."""
     spelled = ""
@@ -97,29 +86,28 @@ def our_string(encoder: Any, sample: SourceSample) -> str:
     return spelled.removeprefix("<s>")
 
 
-@pytest.mark.parametrize("template", ["v1", "plain"])
-def test_strings_are_those_of_the_conversation_module(
-    encoders: dict[str, Any], template: str
+@pytest.mark.parametrize(("template", "own"), [("v1", "neva"), ("plain", "plain")])
+def test_strings_and_token_ids_are_those_of_the_conversation_module(
+    template: str, own: str, tmp_path: Path
 ) -> None:
+    """Strings are cut at the images, as NeVA cuts them; loss on answers and what ends them."""
+    save_llama_tokenizer(tmp_path)
+    options = {"template": own, "image_size": 56, "patch_size": 14}
+    encoder: Any = build_sample_encoder("llava_1_5", str(tmp_path), **options)
     stored = json.loads(STORED.read_text())["strings"][template]
-    ours = [our_string(encoders[template], sample) for sample in draw_dialogues(template)]
-    assert ours[: len(stored["first"])] == stored["first"]
-    assert (len(ours), digest(ours)) == (stored["strings"], stored["digest"])
-
-
-@pytest.mark.parametrize("template", ["v1", "plain"])
-def test_token_ids_are_those_of_the_strings(encoders: dict[str, Any], template: str) -> None:
-    """Cut at the images, as NeVA cuts them; loss on answers and what ends them."""
-    encoder = encoders[template]
+    samples = draw_dialogues(template)
+    strings = [our_string(encoder, sample) for sample in samples]
+    assert strings[: len(stored["first"])] == stored["first"]
+    assert (len(strings), digest(strings)) == (stored["strings"], stored["digest"])
     backend = encoder.tokenizer._backend
-    for sample in draw_dialogues(template):
+    for sample, string in zip(samples, strings, strict=True):
         sizes = [(56, 56)] * len(sample.images)
         text = encoder.tokenize(sample, sizes)
         collapsed = text.tokens.tolist()
         for start, count in reversed(text.images):
             collapsed[start : start + count] = [-1]
         ids: list[int] = []
-        for i, part in enumerate(our_string(encoder, sample).split("<image>")):
+        for i, part in enumerate(string.split("<image>")):
             for j, words in enumerate(part.split("</s>")):
                 ids += [encoder.tokenizer.special_id("</s>")] if j else [-1] if i else []
                 ids += backend.encode(words, add_special_tokens=False).ids if words else []

@@ -82,10 +82,6 @@ def sentencepiece_model(path: Path, **changes: Any) -> None:
     trainer.train(sentence_iterator=iter(texts), model_prefix=prefix, **{**options, **changes})
 
 
-def open_run(output: Path) -> Run:
-    return Run(load_config(output / "pack.yaml", ["engine.workers=0"]), LocalEngine(0))
-
-
 def test_the_flags_and_their_defaults() -> None:
     options = {option.opts[0]: option for option in main.params}
     assert list(options) == list(FLAGS)
@@ -113,7 +109,7 @@ def test_the_command_line_of_the_document_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     output = root / "packed_seq_12288_336_v1"
-    run = open_run(output)
+    run = Run(load_config(output / "pack.yaml", ["engine.workers=0"]), LocalEngine(0))
     assert run.config.model.template == "neva"
     assert (run.config.pack.seq_length, run.config.pack.seed) == (12288, 42)
     assert verify(run, deep=True).num_samples == 30

@@ -3,17 +3,16 @@ images and with videos; its recipe of docs/recipes.md, and what is wrong in othe
 
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import distributed
 from transformers import AutoConfig, AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
@@ -25,9 +24,6 @@ from veomni.data.multimodal.preprocess import PREPROCESSOR_REGISTRY
 from veomni.distributed.parallel_state import init_parallel_state
 from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu as vl_2_5
 from veomni.models.transformers.qwen2_vl.generated import patched_modeling_qwen2_vl_gpu as vl_2
-from veomni.models.transformers.qwen2_vl.generated.patched_modeling_qwen2_vl_gpu import (
-    Qwen2VLForConditionalGeneration,
-)
 from veomni.ops.kernels.cross_entropy import ForCausalLMLoss
 from veomni.trainer.base import BaseTrainer
 from veomni.trainer.vlm_trainer import VeOmniVLMArguments
@@ -35,12 +31,10 @@ from veomni.trainer.vlm_trainer import VeOmniVLMArguments
 import launch.trainers.veomni
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import tiny_config
-from offline_packing.demo.training import tiny_qwen2_vl
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
 from tests.helpers.pages import blocks
@@ -55,7 +49,7 @@ from tests.helpers.peers import (
     two_losses,
 )
 from tests.helpers.videos import VIDEO_MODEL, video_packs
-from tests.peers import Say
+from tests.peers import Say, chat_of, check_loader_resumes
 
 START, END = 151644, 151645
 
@@ -85,10 +79,10 @@ def _messages(conversations: Any, **_: Any) -> Any:
     return conversations
 
 
-def png(data: bytes) -> bytes:
-    """Upright: VeOmni does not turn images by their EXIF orientation. RGB: PNG has no CMYK."""
+def png(image: Image.Image) -> bytes:
+    """The file of a picture. RGB: PNG has no CMYK."""
     file = io.BytesIO()
-    ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB").save(file, "PNG")
+    image.convert("RGB").save(file, "PNG")
     return file.getvalue()
 
 
@@ -96,29 +90,25 @@ def own_sample(
     transform: Any,
     sample: SourceSample,
     media: list[bytes],
-    frames_of: Callable[[bytes], list[Image.Image]] | None = None,
+    frames_of: Callable[[bytes], list[Image.Image]] | None,
 ) -> dict[str, Any]:
     """A sample as VeOmni encodes it, in the form of its template's own trainers. `frames_of` are
     those of a video that are given to it."""
-    count = len(sample.images)
-    videos = [frames_of(data) for data in media[count:] if frames_of]
-    if sample.task == "captioning":
-        front = [("image", None)] * count + [("video", None)] * len(videos)
-        chat: list[Any] = [["assistant", *front, ("text", sample.turns[0].answer)]]
-    else:
-        chat = [
-            [message["role"], *parts(message["content"])]
-            for message in to_chat(sample)
-            if message["role"] != "system"  # its template has one, the same for all samples
-        ]
+    chat = chat_of(sample, media)
+    parts = [part for message in chat for part in message["content"]]
+    images = [png(part["image"]) for part in parts if part["type"] == "image"]
+    videos = [frames_of(part["video"]) for part in parts if frames_of and part["type"] == "video"]
+    conversations = [
+        [message["role"], *((part["type"], part.get("text")) for part in message["content"])]
+        for message in chat
+        if message["role"] != "system"  # its template has one, the same for all samples
+    ]
     template = transform.keywords["chat_template"]
     template.system_prompt = (
         type(template).system_prompt if sample.system is None else sample.system
     )
-    images = [png(data) for data in media[:count]]
-    (made,) = transform(
-        {"conversations": chat, "images": images, "videos": videos, "source": "messages"}
-    )
+    given = {"conversations": conversations, "images": images, "videos": videos}
+    (made,) = transform(given | {"source": "messages"})
     tokens, labels = made["input_ids"], made["labels"]
     # It trains the newline after every answer, and keeps the last.
     labels[tokens.roll(1) == END] = -100
@@ -136,12 +126,6 @@ def own_sample(
     return made
 
 
-def parts(content: Any) -> list[tuple[str, Any]]:
-    if isinstance(content, str):
-        return [("text", content)]
-    return [(part["type"], part.get("text")) for part in content]
-
-
 VERSION = f"VeOmni {version('veomni')}"
 FAMILY = "qwen2_vl"
 
@@ -151,48 +135,65 @@ def _one_rank() -> None:
     initialize_parallel(1)  # its loader asks for the rank
 
 
-@pytest.fixture(scope="module")
-def transform() -> Any:
-    processor = builtin_processor(min_pixels=3136, max_pixels=100352)
-    positions = Qwen2VLForConditionalGeneration.get_position_id_func(
-        SimpleNamespace(config=tiny_qwen2_vl().config)
+LIMITS = {"min_pixels": VIDEO_MODEL["min_pixels"], "max_pixels": VIDEO_MODEL["max_pixels"]}
+#: Options of VeOmni's recipes, except for its own limits of pixels.
+SAMPLING: dict[str, Any] = {"fps": 2.0, "frame_factor": 2, "min_frames": 4, "max_frames": 768}
+MODELS = {
+    "qwen2_vl": vl_2.Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": vl_2_5.Qwen2_5_VLForConditionalGeneration,
+}
+VISION: dict[str, dict[str, int]] = {"qwen2_vl": {}, "qwen2_5_vl": {"tokens_per_second": 2}}
+
+
+def compared(
+    packed: Path,
+    processor: Any,
+    family: str = "qwen2_vl",
+    frames_of: Callable[[bytes], list[Image.Image]] | None = None,
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Our rows, and what VeOmni's collator makes of the samples that its transform encodes."""
+    config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
+    transform = build_data_transform(
+        family,
+        processor=processor,
+        chat_template=build_chat_template("qwen2vl", processor),
+        position_id_func=MODELS[family].get_position_id_func(SimpleNamespace(config=config)),
+        **(SAMPLING if frames_of else {}),
     )
-    template = build_chat_template("qwen2vl", processor)
-    return build_data_transform(
-        "qwen2_vl", processor=processor, chat_template=template, position_id_func=positions
-    )
+    packs, collate, loader = open_packs(packed), MainCollator(), make_loader(packed)
+    assert len(loader) == len(packs)
+    for pack, (ours,) in zip(packs, loader, strict=True):
+        samples = [own_sample(transform, *stored, frames_of) for stored in stored_samples(pack)]
+        theirs = collate(samples)
+        assert ours.keys() == theirs.keys()
+        yield ours, theirs
 
 
 def test_every_demo_pack_is_what_its_collator_makes_of_its_samples(
-    task: str, demo: dict[str, Path], transform: Any, say: Say
+    task: str, demo: dict[str, Path], say: Say
 ) -> None:
-    packs, collate = open_packs(demo[task]), MainCollator()
-    loader = make_loader(demo[task])
-    assert len(loader) == len(packs) > 5
-    for pack, (ours,) in zip(packs, loader, strict=True):
-        theirs = collate([own_sample(transform, *sample) for sample in stored_samples(pack)])
-        assert ours.keys() == theirs.keys()
-        assert_same(ours, theirs, f"{task} {pack.number}")
-    say(f"{len(packs)} packs of {task} are what its collator makes of their samples")
+    processor, num_packs = builtin_processor(min_pixels=3136, max_pixels=100352), 0
+    for ours, theirs in compared(demo[task], processor):
+        assert_same(ours, theirs, f"{task} {num_packs}")
+        num_packs += 1
+    assert num_packs > 5
+    say(f"{num_packs} packs of {task} are what its collator makes of their samples")
 
 
-def initialize_ranks() -> None:
-    """All are data parallel."""
+def rows_read(packed: Path) -> list[dict[str, Any]]:
+    """Rows that this rank trains on in an epoch, where all are data parallel."""
     size = distributed.get_world_size()
     init_parallel_state(dp_size=size, dp_shard_size=size, device_type="cpu")
+    return [row for (row,) in make_loader(packed)]
 
 
 def numbers_read(packed: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
-    initialize_ranks()
     packs = open_packs(packed)
-    return [number_of(with_media(row, packs), packs) for (row,) in make_loader(packed)]
-
-
-def with_media(row: dict[str, Any], packs: Any) -> torch.Tensor:
-    ids = packs.task_encoder.encoder.media_token_ids
-    tokens: torch.Tensor = row["input_ids"].masked_fill(row["image_mask"], ids["image_token_id"])
-    return tokens
+    image = packs.task_encoder.encoder.media_token_ids["image_token_id"]
+    rows = rows_read(packed)
+    tokens = [row["input_ids"].masked_fill(row["image_mask"], image) for row in rows]
+    return [number_of(one, packs) for one in tokens]
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
@@ -201,8 +202,7 @@ def test_order(case: Any, tmp_path: Path, say: Say) -> None:
 
 def images_read(packed: Path) -> list[bool]:
     """Whether each row that this rank trains on has images."""
-    initialize_ranks()
-    return ["pixel_values" in row for (row,) in make_loader(packed)]
+    return ["pixel_values" in row for row in rows_read(packed)]
 
 
 def test_uniform_steps(case: Any, family: str, tmp_path: Path, say: Say) -> None:
@@ -210,19 +210,7 @@ def test_uniform_steps(case: Any, family: str, tmp_path: Path, say: Say) -> None
 
 
 def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
-    _, packed = case
-    whole = list(make_loader(packed, accumulated=2))
-    loader = make_loader(packed, accumulated=2)
-    first = list(islice(loader, 3))
-    resumed = make_loader(packed, accumulated=2)
-    resumed.load_state_dict(loader.state_dict())
-    rest = list(resumed)
-    assert rest
-    for step, (found, expected) in enumerate(zip([*first, *rest], whole, strict=True)):
-        assert len(found) == len(expected) == 2
-        for row, other in zip(found, expected, strict=True):
-            assert_same(row, other, f"step {step}")
-    say("its loader, saved in the middle of an epoch, goes on exactly")
+    say(check_loader_resumes(lambda: make_loader(case[1], accumulated=2)))
 
 
 #: Kernels of recurrent layers, by module.
@@ -250,16 +238,15 @@ def losses_of_packs(checkpoint: Path, packed: Path) -> list[float]:
     )
 
 
-def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
-    checkpoint, packed = case
-    losses = losses_of_packs(checkpoint, packed)
-    say(check_losses(packed, checkpoint, losses, tmp_path / "ours"))
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+)
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
+    """And, where it has the model, those of `launch.train`."""
     checkpoint, packed = several_packs(family, tmp_path)
-    say(check_losses(packed, checkpoint, losses_of_packs(checkpoint, packed)))
+    is_ours = family in FAMILIES and FAMILIES[family].megatron_core
+    losses = losses_of_packs(checkpoint, packed)
+    say(check_losses(packed, checkpoint, losses, tmp_path / "ours" if is_ours else None))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
@@ -271,31 +258,6 @@ def test_it_refuses_recurrent_layers_without_kernels(
             patch.setattr(import_module(module), kernel, None)
             with pytest.raises((NotImplementedError, RuntimeError), match=r"[Vv]arlen"):
                 losses_of_packs(*case)
-
-
-LIMITS = {"min_pixels": VIDEO_MODEL["min_pixels"], "max_pixels": VIDEO_MODEL["max_pixels"]}
-#: Options of VeOmni's recipes, except for its own limits of pixels.
-SAMPLING: dict[str, Any] = {"fps": 2.0, "frame_factor": 2, "min_frames": 4, "max_frames": 768}
-MODELS = {
-    "qwen2_vl": vl_2.Qwen2VLForConditionalGeneration,
-    "qwen2_5_vl": vl_2_5.Qwen2_5_VLForConditionalGeneration,
-}
-VISION: dict[str, dict[str, int]] = {"qwen2_vl": {}, "qwen2_5_vl": {"tokens_per_second": 2}}
-
-
-def transform_of(family: str) -> Any:
-    config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
-    builtin = builtin_processor()
-    processor = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(**LIMITS), builtin.tokenizer, Qwen2VLVideoProcessor(**LIMITS)
-    )
-    return build_data_transform(
-        family,
-        processor=processor,
-        chat_template=build_chat_template("qwen2vl", processor),
-        position_id_func=MODELS[family].get_position_id_func(SimpleNamespace(config=config)),
-        **SAMPLING,
-    )
 
 
 def assert_same_pixels(ours: Any, theirs: Any, grids: torch.Tensor) -> None:
@@ -315,19 +277,18 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
 ) -> None:
     packed = video_packs(task, tmp_path, family=family)
     encoder = build_sample_encoder(family, **VIDEO_MODEL)
-    packs, collate, transform = open_packs(packed), MainCollator(), transform_of(family)
+    videos = Qwen2VLVideoProcessor(**LIMITS)
+    processor = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(**LIMITS), builtin_processor().tokenizer, videos
+    )
 
     def frames_of(data: bytes) -> list[Image.Image]:
         """Those that are in the pack: by itself it takes those of qwen-vl-utils."""
         header = read_video_header(io.BytesIO(data))
-        sampled = encoder.sample_video(header)
-        return list(decode_frames(data, header, sampled.frames))
+        return list(decode_frames(data, header, encoder.sample_video(header).frames))
 
-    num_videos = other_positions = 0
-    for pack, (ours,) in zip(packs, make_loader(packed), strict=True):
-        stored = stored_samples(pack)
-        theirs = collate([own_sample(transform, *sample, frames_of) for sample in stored])
-        assert ours.keys() == theirs.keys()
+    num_packs = num_videos = other_positions = 0
+    for ours, theirs in compared(packed, processor, family, frames_of):
         if "video_grid_thw" in ours:
             pixels = theirs.pop("pixel_values_videos")
             assert_same_pixels(ours["pixel_values_videos"], pixels, ours["video_grid_thw"])
@@ -335,11 +296,12 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
             if family == "qwen2_5_vl":  # every step takes a second for it
                 other = theirs.pop("position_ids") != ours["position_ids"]
                 other_positions += int(other.any())
-        assert_same(ours, theirs, f"{task} {pack.number}")
+        assert_same(ours, theirs, f"{task} {num_packs}")
+        num_packs += 1
     assert num_videos >= 12
     assert (other_positions > 0) == (family == "qwen2_5_vl")
     but = f" and the seconds in positions of {other_positions}" * (other_positions > 0)
-    said = f"{len(packs)} {family} packs of {task} with {num_videos} videos"
+    said = f"{num_packs} {family} packs of {task} with {num_videos} videos"
     say(f"{said} as its own, but for resized frames{but}")
 
 

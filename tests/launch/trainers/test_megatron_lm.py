@@ -1,6 +1,7 @@
 """Megatron-LM's loop: what each rank reads and receives, exact states, and the losses of steps."""
 
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
-from tests.helpers.peers import check_losses, small_checkpoint, small_packs, two_losses
+from tests.helpers.peers import check_losses, small_packs, two_losses
 from tests.helpers.prepared_folders import text_folder
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
@@ -31,6 +32,7 @@ from tests.helpers.tiny_checkpoints import (
     transformers_model,
     write_checkpoint,
 )
+from tests.world import World
 
 
 def as_tensors(batch: PackedBatch) -> dict[str, Any]:
@@ -40,48 +42,46 @@ def as_tensors(batch: PackedBatch) -> dict[str, Any]:
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
 
-def read_all(
-    checkpoint: Path, tensor: int, context: int
-) -> tuple[list[dict[str, Any]], list[float], list[int]]:
-    """Every batch on this rank, sums of the losses of its tokens, and their numbers; only the first
-    of the ranks that share a row has data."""
-    device = initialize_parallel(tensor, context)
+def read_all(checkpoint: Path, *splits: tuple[int, int]) -> list[tuple[Any, Any, Any]]:
+    """Every batch on this rank, sums of the losses of its tokens, and their numbers, by numbers of
+    tensor and context parallel ranks; only the first of the ranks that share a row has data."""
     reference = transformers_model("qwen2_vl", tied=False)
     batches = [packed_batch(row_samples(reference, row), multiple=4) for row in ROWS]
-    is_first = torch.distributed.get_rank() == 0
-    data_iterator = iter(batches) if is_first else None
-    received = [as_tensors(get_batch(data_iterator, device)) for _ in ROWS]
-    with pytest.raises(StopIteration):
-        get_batch(data_iterator, device)
-    layers: Any = {"shares_rows": context > 1, "layers_config": lambda config: config}
-    model = build_model(ModelConfig(checkpoint=checkpoint), device=device, **layers)
-    data_iterator, sums, counts = iter(batches) if is_first else None, [], []
-    for _ in ROWS:
-        output_tensor, reduce = forward_step(data_iterator, model)
-        loss, num_tokens, _ = reduce(output_tensor)
-        sums.append(float(loss.detach()))
-        counts.append(int(num_tokens))
-    return received, sums, counts
+    found = []
+    for tensor, context in splits:
+        device = initialize_parallel(tensor, context)
+        is_first = torch.distributed.get_rank() == 0
+        data_iterator = iter(batches) if is_first else None
+        received = [as_tensors(get_batch(data_iterator, device)) for _ in ROWS]
+        with pytest.raises(StopIteration):
+            get_batch(data_iterator, device)
+        layers: Any = {"shares_rows": context > 1, "layers_config": lambda config: config}
+        model = build_model(ModelConfig(checkpoint=checkpoint), device=device, **layers)
+        data_iterator = iter(batches) if is_first else None
+        steps = [forward_step(data_iterator, model) for _ in ROWS]
+        reduced = [reduce(output_tensor) for output_tensor, reduce in steps]
+        sums, counts = ([float(one[i].detach()) for one in reduced] for i in (0, 1))
+        found.append((received, sums, counts))
+        parallel_state.destroy_model_parallel()
+    return found
 
 
-@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2)])
-def test_every_rank_receives_what_the_first_has_read(
-    tensor: int, context: int, tmp_path: Path
-) -> None:
+def test_every_rank_receives_what_the_first_has_read(tmp_path: Path) -> None:
     """And ranks that share a row count each of its tokens once."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen2_vl", tied=False)
-    expected, sums, counts = read_all(checkpoint, 1, 1)
-    ranks = run_ranks(2, tmp_path / "ranks", read_all, checkpoint, tensor, context)
-    for received, _, _ in ranks:
-        for ours, theirs in zip(received, expected, strict=True):
-            assert ours.keys() == theirs.keys()
-            for name, value in theirs.items():
-                is_tensor = isinstance(value, torch.Tensor)
-                assert torch.equal(ours[name], value) if is_tensor else ours[name] == value
-                assert not is_tensor or ours[name].dtype == value.dtype
-    found = np.sum([own for _, *own in ranks], axis=0) / tensor
-    assert found[1].tolist() == counts
-    assert found[0] == pytest.approx(sums, rel=1e-5)
+    ((expected, sums, counts),) = read_all(checkpoint, (1, 1))
+    ranks = run_ranks(2, tmp_path / "ranks", read_all, checkpoint, (2, 1), (1, 2))
+    for tensor, split in zip((2, 1), zip(*ranks, strict=True), strict=True):
+        for received, _, _ in split:
+            for ours, theirs in zip(received, expected, strict=True):
+                assert ours.keys() == theirs.keys()
+                for name, value in theirs.items():
+                    is_tensor = isinstance(value, torch.Tensor)
+                    assert torch.equal(ours[name], value) if is_tensor else ours[name] == value
+                    assert not is_tensor or ours[name].dtype == value.dtype
+        found = np.sum([own for _, *own in split], axis=0) / tensor
+        assert found[1].tolist() == counts
+        assert found[0] == pytest.approx(sums, rel=1e-5)
 
 
 class OwnTaskEncoder(PackedTaskEncoder):
@@ -95,10 +95,16 @@ class OwnTaskEncoder(PackedTaskEncoder):
         return super().encode_sample(sample)
 
 
+def arguments(folder: Path, **changes: Any) -> Namespace:
+    """Megatron-LM's arguments that are read."""
+    given = {"data_path": [str(folder)], "micro_batch_size": 1, "num_workers": 0, "eval_iters": 0}
+    return Namespace(**(given | changes))
+
+
 def test_steps_are_those_of_launch_and_of_the_samples_alone(
-    tmp_path: Path, bmr_environment: None
+    world: World, tmp_path: Path, bmr_environment: None
 ) -> None:
-    checkpoint = small_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
+    checkpoint = world.checkpoint("qwen2_5_vl")
     packed = small_packs("qwen2_5_vl", checkpoint, tmp_path)
     OwnTaskEncoder.seen.clear()
     encoder = build_task_encoder(
@@ -106,8 +112,7 @@ def test_steps_are_those_of_launch_and_of_the_samples_alone(
         read_packed_data(packed),
     )
     device = initialize_parallel(1)
-    args = Namespace(data_path=str(packed), micro_batch_size=1, num_workers=0, eval_iters=0)
-    data_iterator, _, _ = build_dataloaders(args, encoder)
+    data_iterator, _, _ = build_dataloaders(arguments(packed), encoder)
     model = build_model(ModelConfig(checkpoint=checkpoint, family="qwen2_5_vl"), device=device)
 
     def loss_of(batch: PackedBatch) -> torch.Tensor:
@@ -121,62 +126,41 @@ def test_steps_are_those_of_launch_and_of_the_samples_alone(
     assert len(OwnTaskEncoder.seen) == 2
 
 
-NUM_PACKS = 8
-
-
-def arguments(folder: Path, **changes: Any) -> Namespace:
-    given = {"data_path": [str(folder)], "micro_batch_size": 1, "num_workers": 0, "eval_iters": 0}
-    return Namespace(**(given | changes))
-
-
-def task_encoder() -> PackedTaskEncoder:
-    settings = PackingSettings(packed=True, bmr=True)
-    return PackedTaskEncoder(seq_length=64, settings=settings)
-
-
-def keys_read(folder: Path, count: int, *tensor_parallel: int) -> list[list[str] | None]:
-    """Keys of the first rows of this rank, by number of ranks that share layers; None where it does
-    not read."""
+def keys_read(folder: Path) -> list[list[str] | None]:
+    """Keys of the first four rows of this rank, alone and beside another that shares its layers;
+    None where it does not read."""
     found: list[list[str] | None] = []
-    for size in tensor_parallel:
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    for size in (1, 2):
         initialize_parallel(size)
-        train, validation, test = build_dataloaders(arguments(folder), task_encoder())
+        train, validation, test = build_dataloaders(arguments(folder), encoder)
         assert validation is test is None
-        read = range(0 if train is None else count)
-        keys = [key for _ in read for key in next(train).__key__]  # type: ignore[arg-type]
-        found.append(keys or None)
+        found.append(train and [key for row in islice(train, 4) for key in row.__key__])
         parallel_state.destroy_model_parallel()
     return found
 
 
 def test_ranks_read_in_the_order_written(tmp_path: Path) -> None:
-    folder = text_folder(tmp_path / "packs", NUM_PACKS)
-    ((alone,),) = run_ranks(1, tmp_path / "1", keys_read, folder, NUM_PACKS, 1)
-    assert alone == sorted(alone)
-    assert len(set(alone)) == NUM_PACKS
-    half = NUM_PACKS // 2
-    assert run_ranks(2, tmp_path / "2", keys_read, folder, half, 1, 2) == [
-        [alone[:half], alone[:half]],
-        [alone[half:], None],
-    ]
-
-
-def test_a_saved_state_gives_the_rest(tmp_path: Path) -> None:
-    """As Megatron-LM saves and reads it, for every step of an epoch and a half."""
-    folder = text_folder(tmp_path / "packs", NUM_PACKS)
+    """And go on where a state was saved, as Megatron-LM saves and reads it."""
+    folder = text_folder(tmp_path / "packs", 8)
+    keys = [f"{i:02d}" for i in range(8)]
+    first, second = run_ranks(2, tmp_path / "ranks", keys_read, folder)
+    assert first == [keys[:4], keys[:4]]
+    assert second == [keys[4:], None]
     initialize_parallel()
-    train, _, _ = build_dataloaders(arguments(folder, num_workers=1), task_encoder())
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    train, _, _ = build_dataloaders(arguments(folder, num_workers=1), encoder)
     assert train is not None
-    keys = []
-    for step in range(12):
-        keys += next(train).__key__
-        torch.save({"dataloader_state_dict": train.save_state()}, tmp_path / f"{step}.pt")
-    for step in (0, 3, 7, 9):
-        restored, _, _ = build_dataloaders(
-            arguments(folder, num_workers=1), task_encoder(), tmp_path / f"{step}.pt"
-        )
-        assert restored is not None
-        assert next(restored).__key__ + next(restored).__key__ == keys[step + 1 : step + 3]
+    for step in range(10):  # in an epoch, at its end, and in the next
+        assert next(train).__key__ == [keys[step % 8]]
+        if step in (3, 7, 9):
+            torch.save({"dataloader_state_dict": train.save_state()}, tmp_path / "state.pt")
+            state = arguments(folder, num_workers=1), encoder, tmp_path / "state.pt"
+            rest, _, _ = build_dataloaders(*state)
+            assert rest is not None
+            assert [next(rest).__key__ for _ in range(2)] == [
+                [keys[(step + i) % 8]] for i in (1, 2)
+            ]
 
 
 def test_validation_with_ones_own_encoder(captions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,13 +169,11 @@ def test_validation_with_ones_own_encoder(captions: Path, monkeypatch: pytest.Mo
     initialize_parallel()
     config = DataConfig(path=str(captions), task_encoder=f"{__name__}:OwnTaskEncoder")
     encoder = build_task_encoder(config, read_packed_data(captions))
-    assert isinstance(encoder, OwnTaskEncoder)
-    _, validation, _ = build_dataloaders(arguments(captions, eval_iters=1), encoder)
+    _, validation, _ = build_dataloaders(
+        arguments(captions, data_path=str(captions), eval_iters=1), encoder
+    )
     assert validation is not None
     assert next(validation[0]).num_tokens > 0
-
-
-def test_an_encoder_that_is_not_there(captions: Path) -> None:
-    config = DataConfig(path=str(captions), task_encoder="json:Nothing")
+    missing = config.model_copy(update={"task_encoder": "json:Nothing"})
     with pytest.raises(ValueError, match=r"json:Nothing.*name a 'module:Class'"):
-        build_task_encoder(config, read_packed_data(captions))
+        build_task_encoder(missing, read_packed_data(captions))
