@@ -14,6 +14,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import DamagedError
 from offline_packing.index import table as index
+from offline_packing.measure.identity import by_content
 from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import Workspace
 from offline_packing.sources import Scan, Source, SourcePart
@@ -104,8 +105,7 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
                 # Parts of a record are in order; parts of a copy of it begin again.
                 begins = int(not cut or place[:2] != last[:2] or place[2] <= last[2])
                 last = place
-                base = key.removesuffix(index.repeated_key("", content))
-                if source.is_known(base) or source.is_known(index.repeated_key(base, content)):
+                if any(map(source.is_known, by_content(key, content))):
                     num_skipped += begins
                     continue
                 for one in filter(None, (row, cut)):

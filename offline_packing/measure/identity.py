@@ -26,7 +26,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +53,6 @@ from task_encoders.samples.medium_options import options_json
 from task_encoders.storage.paths import REMEDY, path_of
 
 logger = logging.getLogger(__name__)
-
-#: content_hash where a key is an identity.
-_NO_CONTENT: Final = pa.scalar(0, pa.uint64())
 
 
 def repeated_rows(samples: Index) -> list[npt.NDArray[np.int64]]:
@@ -176,19 +173,12 @@ def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
                 is_known = ~np.isin(hash_keys(samples["key"].to_pylist()), again)
             part = part.append_column("is_known", pa.array(is_known))
             for keys, rows in own_keys(part, "source_id", prefixes.items()):
-                is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
-                contents = rows["content_hash"].filter(is_own).to_pylist()
-                own = keys.filter(is_own).to_pylist()  # keys, some of which also name the content
-                bases = [
-                    key.removesuffix(repeated_key("", c))
-                    for key, c in zip(own, contents, strict=True)
-                ]
-                alone = pc.and_(pc.invert(is_own), rows["is_known"])
-                packed.append(hash_keys(keys.filter(alone).to_pylist()))
-                named = map(repeated_key, bases, contents)
-                known = rows["is_known"].filter(is_own).to_pylist()
-                packed.append(hash_keys(itertools.compress(named, known)))
-                shared.append(hash_keys(bases))
+                names: Sequence[str] = keys.to_pylist()
+                if any(contents := rows["content_hash"].to_pylist()):
+                    both = list(map(by_content, names, contents))
+                    shared.append(hash_keys(base for base, key in both if base != key))
+                    names = [key for _, key in both]
+                packed.append(hash_keys(itertools.compress(names, rows["is_known"].to_pylist())))
         paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
         for table in read_set_aside(aside_while_measuring(workspace, info)):
             is_new = pc.is_in(table["reason"], pa.array(sorted(new), pa.string()))
@@ -197,6 +187,14 @@ def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
     # If records share an id, a record that was set aside tells nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)
     return sort_hashes([*packed, lost[~np.isin(lost, known, assume_unique=True)]])
+
+
+def by_content(key: str, content: int) -> tuple[str, str]:
+    """Return the key of a row without its content, which it may name, and with it. Without a
+    content, the key alone is an identity."""
+    suffix = repeated_key("", content) if content else ""
+    base = key.removesuffix(suffix)
+    return base, base + suffix
 
 
 def _prefixes(

@@ -47,12 +47,12 @@ def draw_video_samples(count: int, *, single: bool) -> list[Sample]:
     return samples
 
 
-def tar_bytes(members: Iterable[tuple[str, bytes]]) -> bytes:
-    """An uncompressed tar."""
+def tar_bytes(members: Iterable[tuple[str | tarfile.TarInfo, bytes]]) -> bytes:
+    """Return an uncompressed tar."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, data in members:
-            info = tarfile.TarInfo(name)
+            info = tarfile.TarInfo(name) if isinstance(name, str) else name
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return buffer.getvalue()

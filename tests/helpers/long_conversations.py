@@ -1,19 +1,17 @@
-"""Conversations longer than a pack, and a check that `split_turns` packed all that they train."""
+"""Conversations longer than a pack."""
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offline_packing.runs.run import Run, open_encoder
+from offline_packing.runs.run import Run
 from task_encoders.records.record import to_sample
-from task_encoders.samples import SourceSample, Turn
+from task_encoders.samples import SourceSample
 from tests.helpers.datasets import WORDS, dialogue, image_bytes, make_run
 from tests.helpers.formats import lines, write_file
-from tests.helpers.outputs import samples_of, set_aside_in_plan
 
 #: (height, width) of the pictures.
 SIZES = [(56, 56 + 28 * i) for i in range(5)]
@@ -89,54 +87,6 @@ def whole_samples(records: list[Record]) -> dict[str, SourceSample]:
     return {one["id"]: to_sample(one, one["id"], "bmr") for one in records}
 
 
-def trained(run: Run, sample: SourceSample) -> list[tuple[int, float]]:
-    """Return the tokens with loss of a sample, and their weights."""
-    text = open_encoder(run.config.model).tokenize(sample, SIZES[:1] * len(sample.images))
-    pairs = zip(text.tokens.tolist(), text.loss_weights.tolist(), strict=True)
-    return [(token, weight) for token, weight in pairs if weight]
-
-
 def numbers(key: str) -> list[int]:
     """'c1[3:7]' -> [3, 7], the turns that a part trains; of a whole record []."""
     return [int(number) for number in re.findall(r"\d+", key.partition("[")[2])]
-
-
-def check_packed(run: Run, records: list[Record]) -> None:
-    """Every trained token of what fits is trained once, and pictures stand where they belong."""
-    pictures = [image_bytes(width, height) for height, width in SIZES]
-    found: dict[str, list[tuple[SourceSample, list[bytes]]]] = {}
-    for _, sample, media in samples_of(run):
-        found.setdefault(sample.key.partition("[")[0], []).append((sample, media))
-    lost = [row["key"] for row in set_aside_in_plan(run)]
-    for key, whole in whole_samples(records).items():
-        parts = sorted(found.get(key, []), key=lambda part: numbers(part[0].key))
-        if key in lost:
-            assert not parts
-            continue
-        aside = [range(*numbers(one)) for one in lost if one.partition("[")[0] == key]
-        turns = [
-            replace(turn, weight=0.0) if any(i in own for own in aside) else turn
-            for i, turn in enumerate(whole.turns)
-        ]
-        expected = trained(run, replace(whole, turns=tuple(turns)))
-        assert [one for sample, _ in parts for one in trained(run, sample)] == expected
-        belong = iter(whole.images)
-        of_turn = {
-            text_of(turn): [
-                pictures[int(next(belong)[0])] for _ in range(turn.prompt.count("<image>"))
-            ]
-            for turn in whole.turns
-        }
-        for sample, media in parts:
-            assert sample.system == whole.system
-            shown = iter(media)
-            for i, turn in enumerate(sample.turns):
-                own = [next(shown) for _ in range(turn.prompt.count("<image>"))]
-                theirs = of_turn[text_of(turn)]
-                assert own == theirs or (i == 0 and own[len(own) - len(theirs) :] == theirs)
-            assert next(shown, None) is None
-
-
-def text_of(turn: Turn) -> str:
-    """A question without marks; each is another one."""
-    return turn.prompt.replace("<image>\n", "").replace("<image>", "")

@@ -29,7 +29,6 @@ from offline_packing.sources.reading.rows import (
     record_column,
     record_json,
     unread_type,
-    value_bytes,
 )
 from offline_packing.sources.roots.listing import hash_files
 from offline_packing.storage.memory import machine_memory
@@ -113,7 +112,7 @@ class TableSource(Source):
                 error = SampleError("too_costly", f"{problem}; write smaller ones")
                 yield from itertools.repeat(error, rows.group_rows[group])
                 continue
-            for batch in rows.batches(range(group, group + 1), columns):
+            for batch in rows.batches(group, columns):
                 yield from _to_rows(batch, media)
 
     def _record(
@@ -167,9 +166,9 @@ def _to_rows(
     batch: pa.RecordBatch, media: Sequence[str]
 ) -> Sequence[Mapping[str, Any] | SampleError]:
     """Convert a batch to rows; one that is too large, or whose text is not UTF-8, to its error."""
-    num_bytes = value_bytes(batch)
+    num_bytes = batch.nbytes
     if num_bytes > MAX_JSON_BYTES and len(batch) == 1:  # as large rows are handed on
-        text_bytes = value_bytes(batch.drop_columns(media))
+        text_bytes = batch.drop_columns(media).nbytes
         for what, value, limit in (
             ("text", text_bytes, MAX_JSON_BYTES),
             ("values", num_bytes, MAX_ROW_BYTES),

@@ -93,26 +93,25 @@ class RowFile:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return cls(pa.BufferReader(pa.py_buffer(mapped)), kind, mapped)
 
-    def batches(self, groups: range, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of some groups in order, a few megabytes at a time. Memory depends on the
+    def batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one group in order, a few megabytes at a time. Memory depends on the
         size of pages, not of row groups: a page of each column is decoded at a time."""
+        for batch in self._stored(group, list(columns)):
+            for part in _parts(as_plain(batch)):
+                yield part
+                self.release()
+
+    def _stored(self, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
         if self._parquet is not None:
-            for group in groups:  # of several at once, Arrow refuses lists of dictionaries
-                num_rows, num_bytes = self.group_rows[group], self.group_bytes[group]
-                size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
-                for batch in self._parquet.iter_batches(size, [group], list(columns)):
-                    for part in _parts(as_plain(batch)):
-                        yield part
-                        self.release()
+            num_rows, num_bytes = self.group_rows[group], self.group_bytes[group]
+            size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+            yield from self._parquet.iter_batches(size, [group], columns)
             return
-        for group in groups:
-            batch = self._arrow.read(group).select(list(columns))
-            for start in range(0, len(batch), _BATCH_ROWS):
-                rows = batch.slice(start, _BATCH_ROWS)
-                rows.validate(full=True)  # nothing else does; a wrong offset would end the process
-                for part in _parts(rows):
-                    yield part
-                    self.release()
+        batch = self._arrow.read(group).select(columns)
+        for start in range(0, len(batch), _BATCH_ROWS):
+            rows = batch.slice(start, _BATCH_ROWS)
+            rows.validate(full=True)  # nothing else does; a wrong offset would end the process
+            yield rows
 
     def release(self) -> None:
         """Release the memory of pages read from a mapped file; they are read again if needed."""
@@ -121,7 +120,7 @@ class RowFile:
 
     def group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """Read all rows of one group."""
-        return pa.Table.from_batches(self.batches(range(number, number + 1), columns))
+        return pa.Table.from_batches(self.batches(number, columns))
 
     def row(self, number: int, columns: Sequence[str]) -> pa.Table:
         """Return one row of an Arrow file that we wrote, and that is therefore not checked."""
@@ -132,18 +131,12 @@ class RowFile:
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Halve a batch until its parts have at most _MAX_PART_BYTES, or one row."""
-    if len(batch) < 2 or value_bytes(batch) <= _MAX_PART_BYTES:
+    if len(batch) < 2 or batch.nbytes <= _MAX_PART_BYTES:
         yield batch
     else:
         half = len(batch) // 2
         yield from _parts(batch.slice(0, half))
         yield from _parts(batch.slice(half))
-
-
-def value_bytes(batch: pa.RecordBatch) -> int:
-    """Count the bytes of a batch's values; of values that share memory, as in a dictionary, each
-    one's."""
-    return int(as_plain(batch).nbytes)
 
 
 def unread_type(kind: pa.DataType) -> bool:
@@ -182,7 +175,8 @@ def _innermost(kind: pa.DataType) -> pa.DataType:
 
 def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Convert a batch to the same values without dictionaries (an Arrow file has one for all
-    batches) and without views (Arrow cannot take single rows of them)."""
+    batches) and without views (Arrow cannot take single rows of them): values that shared memory
+    are counted one by one."""
     schema = pa.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
     return batch if schema == batch.schema else batch.cast(schema)
 
@@ -482,7 +476,7 @@ class _RowReader:
         name = "\0".join((version, str(number), *at_hand.columns))
 
         def write(target: BinaryIO) -> None:
-            write_arrow(target, file.batches(range(number, number + 1), at_hand.columns))
+            write_arrow(target, file.batches(number, at_hand.columns))
 
         def make() -> RowFile:
             what = f"row group {number} of {path}"
@@ -548,7 +542,7 @@ def _write_rows(
     def chosen() -> Iterator[pa.RecordBatch]:
         for group in groups.tolist():
             first = file.group_starts[group]
-            for batch in file.batches(range(group, group + 1), wanted.columns):
+            for batch in file.batches(group, wanted.columns):
                 begin, end = np.searchsorted(wanted.rows, (first, first + len(batch)))
                 if end > begin:
                     written.append(wanted.rows[begin:end])

@@ -249,11 +249,7 @@ def test_texts_that_are_not_shown(
     ("fields", "images", "lost"),
     [
         ({"question": "q"}, ("a.jpg",), []),
-        (
-            {"question": "q", "images": "pictur"},
-            (),
-            [PICTUR],
-        ),
+        ({"question": "q", "images": "pictur"}, (), [PICTUR]),
         ({"question": "q", "images": "more[0].at"}, ("b.jpg",), []),
         ({"question": "q", "id": "image"}, ("a.jpg",), []),
     ],

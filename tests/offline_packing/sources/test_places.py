@@ -22,7 +22,7 @@ from offline_packing.sources import SOURCES
 from offline_packing.sources.roots.roots import RemoteRoot, open_root
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.accounting import account, measured_rows, open_one
+from tests.helpers.accounting import account, open_one
 from tests.helpers.accounting import outcomes as outcomes_of
 from tests.helpers.datasets import (
     image_bytes,
@@ -35,32 +35,11 @@ from tests.helpers.datasets import (
 from tests.helpers.formats import (
     WRITERS,
     draw_samples,
-    draw_video_samples,
     of_lines,
     tar_bytes,
     write_file,
 )
 from tests.helpers.videos import make_video
-
-SAMPLES = draw_samples(4) + [
-    (f"v{key}", *rest) for key, *rest in draw_video_samples(3, single=True)
-]
-
-
-@pytest.mark.parametrize(
-    "name", ["pairs", "jsonl", "jsonl_gz", "json_array", "webdataset", "webdataset_gz", "parquet"]
-)
-def test_remote_sources(tmp_path: Path, name: str) -> None:
-    local = WRITERS[name](tmp_path / "data", SAMPLES)
-    url = f"memory://{tmp_path.name}"
-    fsspec.filesystem("memory").put(str(tmp_path / "data"), url, recursive=True)
-    path = local["path"].replace(str(tmp_path / "data"), url)
-    sources = [open_one({**local, "path": at}, tmp_path) for at in (local["path"], path)]
-    assert [outcome for _, outcome, _ in account(sources[1])] == ["ok"] * len(SAMPLES)
-    here, there = map(measured_rows, sources)
-    for row in (*here, *there):  # only what lies here has a modification time
-        del row["stamp"]
-    assert here == there
 
 
 def test_remote_paths_stay_inside() -> None:

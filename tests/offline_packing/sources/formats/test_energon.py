@@ -105,23 +105,21 @@ MEMBERS = {"jpg": JPEG, "txt": b"A square."}
 CAPTIONING = sample_type("CaptioningSample", image="jpg", caption="txt")
 
 
-@pytest.mark.parametrize(
-    ("shards", "exclude", "count"),
-    [
-        ('"s{00..02}.tar"', "", 12),
-        ('"s{00..02}.tar"', '"s00.tar/0001", "s02.tar"', 7),
-        ('"s{00..02}.tar"', '"s{00..01}.tar"', 4),
-        ('"s{00..02}.tar"', '"s01.tar/000{4..6}", "s{00,02}.tar/0003"', 8),
-        ('"s{00..02}.tar"', '"s0{0..2..2}.tar"', 4),
-        ('"s{00..02}.tar"', '"s00/0001", "0001", "s07.tar"', 12),
-        ('"s{02..00}.tar"', "", 12),
-        ('"s{00,02}.tar"', "", 8),
-        ("s01.tar, s00.tar", "", 8),
-    ],
-)
-def test_samples_are_those_that_energon_reads(
-    tmp_path: Path, shards: str, exclude: str, count: int
-) -> None:
+#: Names of shards, what is excluded, and the number of samples left.
+SPLITS = [
+    ('"s{00..02}.tar"', "", 12),
+    ('"s{00..02}.tar"', '"s00.tar/0001", "s02.tar"', 7),
+    ('"s{00..02}.tar"', '"s{00..01}.tar"', 4),
+    ('"s{00..02}.tar"', '"s01.tar/000{4..6}", "s{00,02}.tar/0003"', 8),
+    ('"s{00..02}.tar"', '"s0{0..2..2}.tar"', 4),
+    ('"s{00..02}.tar"', '"s00/0001", "0001", "s07.tar"', 12),
+    ('"s{02..00}.tar"', "", 12),
+    ('"s{00,02}.tar"', "", 8),
+    ("s01.tar, s00.tar", "", 8),
+]
+
+
+def test_samples_are_those_that_energon_reads(tmp_path: Path) -> None:
     """Of three shards of four captions each, prepared by Energon itself; split.yaml by hand."""
     energon = pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath
@@ -135,23 +133,24 @@ def test_samples_are_those_that_energon_reads(
         write_file(tmp_path / name, tar_bytes(members))
     everything: dict[str, Any] = {"split_parts_ratio": [("train", 1.0)], "workers": 1}
     BaseWebdatasetFactory.prepare_dataset(EPath(tmp_path), names, **everything)
-    split = f"split_parts: {{train: [{shards}]}}\nexclude: [{exclude}]\n"
     write_file(tmp_path / ".nv-meta" / "dataset.yaml", CAPTIONING.encode())
-    write_file(tmp_path / ".nv-meta" / "split.yaml", split.encode())
-    dataset = energon.get_val_dataset(
-        tmp_path,
-        split_part="train",
-        worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=0),
-        batch_size=None,
-        task_encoder=DefaultTaskEncoder(),
-    )
-    theirs = [
-        f"{source.shard_name.removesuffix('.tar')}/{sample.__key__}"
-        for sample in energon.get_loader(dataset)
-        for source in sample.__sources__
-    ]
-    assert [key for key, *_ in rows(tmp_path, "captioning")] == theirs
-    assert len(theirs) == count
+    for shards, exclude, count in SPLITS:
+        split = f"split_parts: {{train: [{shards}]}}\nexclude: [{exclude}]\n"
+        write_file(tmp_path / ".nv-meta" / "split.yaml", split.encode())
+        dataset = energon.get_val_dataset(
+            tmp_path,
+            split_part="train",
+            worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=0),
+            batch_size=None,
+            task_encoder=DefaultTaskEncoder(),
+        )
+        theirs = [
+            f"{source.shard_name.removesuffix('.tar')}/{sample.__key__}"
+            for sample in energon.get_loader(dataset)
+            for source in sample.__sources__
+        ]
+        assert [key for key, *_ in rows(tmp_path, "captioning")] == theirs, (shards, exclude)
+        assert len(theirs) == count
 
 
 def test_another_exclude_is_another_listing(tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ BAD_SPLITS = [
         for one in ("[a.tar]", "7", "{val: [b.tar]}", "{2: [b.tar]}", "{train: []}")
     ),
     *((f'split_parts: {{train: ["{one}"]}}', "split_parts.train: ") for one in ENDLESS),
-    ("split_parts: {train: [%s]}" % ("[" * 3000 + "]" * 3000), ""),
+    ("split_parts: {train: [%s]}" % ("[" * 1200 + "]" * 1200), ""),
 ]
 
 

@@ -113,7 +113,7 @@ def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
     pack = PACKS[name]
     source = {"format": "packs", "task": pack.task}
     path = write_pack(pack, tmp_path / "given", form)
-    for number in range(2):
+    for number in range(2 if form == "tar" else 1):
         out, raw = tmp_path / f"out{number}", tmp_path / f"raw{number}"
         run = make_run(source | {"path": str(path)}, out)
         counts = pack_all(run).counts

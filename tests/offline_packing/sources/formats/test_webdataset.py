@@ -174,26 +174,6 @@ def test_compressed_tars_are_split_with_what_has_arrived(
     assert bool(lost) == ("" in expected.values())
 
 
-@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-@pytest.mark.parametrize(
-    ("cut_in", "expected"),
-    [
-        ("v1.2.jpg", {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg", "v1.2.jpg": "damaged_source"}),
-        ("v1.2.json", {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg", "v1.2": "damaged_source"}),
-    ],
-)
-def test_a_cut_loses_the_last_sample_alone(
-    tmp_path: Path, cut_in: str, expected: dict[str, str], name: str
-) -> None:
-    members = members_of(" ".join(f"v1.{i}.jpg v1.{i}.json" for i in range(3)))
-    data = tar_bytes(members)
-    data = data[: data.index(cut_in.encode()) + 512 + 20]
-    write_file(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
-    source = open_one({"format": "webdataset", "path": str(tmp_path / name)}, tmp_path)
-    found = {key.removeprefix("a/"): outcome for key, outcome, _ in account(source)}
-    assert found == {key: "ok" if "jpg" in one else one for key, one in expected.items()}
-
-
 @pytest.mark.parametrize("format_name", ["energon", "packs"])
 def test_other_formats_keep_the_first_dot(tmp_path: Path, format_name: str) -> None:
     write_file(tmp_path / "a.tar", tar_bytes(members_of(PAIRS)))
@@ -206,11 +186,11 @@ def test_other_formats_keep_the_first_dot(tmp_path: Path, format_name: str) -> N
 
 def test_time_does_not_grow_with_the_square() -> None:
     """With stems times media, and with media that are held because their records may follow."""
-    pairs = [(f"k.{i}.{end}", b"x" * 100) for i in range(2000, 12000) for end in ("jpg", "json")]
-    held = [(f"k.{i}.jpg", b"x" * 100) for i in range(2000)] + pairs[:2000]
-    for members, most in ((pairs, math.inf), (held, 200_300), (held, 450_000)):
+    pairs = [(f"k.{i}.{end}", b"x" * 100) for i in range(1000, 6000) for end in ("jpg", "json")]
+    held = [(f"k.{i}.jpg", b"x" * 100) for i in range(1000)] + pairs[:1000]
+    for members, most in ((pairs, math.inf), (held, 100_300), (held, 225_000)):
         file = io.BytesIO(tar_bytes(members))
         begin = time.process_time()
         found = [*group_members("a.tar.gz", file, keep_data=True, most=most, split=True)]
-        assert time.process_time() - begin < 5
+        assert time.process_time() - begin < 1.25
         assert sum(len(one.members) for one in found) == len(members)
