@@ -6,6 +6,8 @@ import io
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,51 +22,30 @@ from swift.model import get_model_processor
 from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file, parse_args
-from torch.utils.data import Dataset
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    Glm4vImageProcessor,
-    Glm4vProcessor,
-    Glm4vVideoProcessor,
-    Glm46VImageProcessor,
-    Glm46VProcessor,
-    Glm46VVideoProcessor,
-    GotOcr2ImageProcessor,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-)
+from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.datasets import PackedDatasetWrapper
-from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.samples import SourceSample, place_media
 from tests.helpers.hf_trainers import (
-    Run,
-    check_resuming,
+    QUIET,
     decoded_video,
-    number_of,
-    save_processor,
-    several_packs,
+    numbers_read,
+    recorded_run,
     use_segment_attention,
     video_files,
     with_processor,
 )
-from tests.helpers.peers import (
-    assert_same,
-    check_contradictions,
-    check_losses,
-    check_order,
-    open_packs,
-    stored_samples,
-)
-from tests.helpers.tiny_families import encoder_options
+from tests.helpers.peers import assert_same, open_packs, stored_samples
+from tests.helpers.tiny_tokenizers import save_processor
 from tests.helpers.videos import video_packs as clips_packed
 from tests.peers import Say
+from tests.peers.laws import CommandLaws, PackingLaws, Rows, TrainingLaws
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
 LENGTH = {"return_length": True}
@@ -95,11 +76,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def own_sample(
-    template: Any,
-    sample: SourceSample,
-    media: list[bytes],
-    limits: dict[str, int],
-    scratch: Path = Path(),
+    template: Any, sample: SourceSample, media: list[bytes], limits: dict[str, int], scratch: Path
 ) -> dict[str, Any]:
     """A sample as ms-swift encodes it, except for the newline that it trains after every answer.
 
@@ -149,16 +126,24 @@ class Pipeline(SwiftSft):
         return trainer
 
 
-def make_trainer(
-    checkpoint: Path, packed: Path, output: Path, *, model_type: str, template: str, **options: Any
-) -> Any:
+#: Model type and template of ms-swift by the model type of transformers, where they differ from it.
+NAMES = {
+    "glm4v": ("glm4v", "glm4v"),
+    "glm46v": ("glm4v", "glm4_5v"),
+    "internvl": ("internvl", "internvl_hf"),
+}
+
+
+def make(output: Path, _: Any, packs: PackedFolder, checkpoint: Path, **options: Any) -> Any:
     """ms-swift's trainer as `swift sft` makes it from its arguments, on a CPU."""
     import_external_file(str(PLUGIN))
+    name = AutoConfig.from_pretrained(checkpoint).model_type
+    model_type, template = NAMES.get(name, (name, name.removesuffix("_moe")))
     args = CPUArguments(
         model=str(checkpoint),
         model_type=model_type,
         template=template,
-        dataset=[str(packed)],
+        dataset=[str(packs.path)],
         output_dir=str(output),
         add_version=False,
         packing=True,
@@ -168,18 +153,12 @@ def make_trainer(
         freeze_vit=False,
         freeze_aligner=False,
         train_dataloader_shuffle=False,
-        per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
         gradient_checkpointing=False,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
         warmup_ratio=0.0,
         weight_decay=0.0,
         dataloader_num_workers=0,
-        logging_steps=1,
-        report_to=["none"],
-        use_cpu=True,
-        **options,
+        **{**QUIET, "report_to": ["none"], **options},
     )
     pipeline = Pipeline(args)
     use_segment_attention(pipeline.model)
@@ -188,80 +167,86 @@ def make_trainer(
 
 VERSION = f"ms-swift {swift.__version__}"
 FAMILY = "qwen2_vl"
+QWEN = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
+class TestTraining(TrainingLaws):
+    run = partial(recorded_run, make)
+    read = partial(numbers_read, make)
+    prepare = staticmethod(with_processor)
+    families = (*QWEN, "glm4v", "glm46v", "internvl3")
+    drop_last = True
 
 
 @pytest.fixture(scope="module")
 def case(case: Any) -> Any:
-    limits = {name: encoder_options("qwen2_vl")[name] for name in ("min_pixels", "max_pixels")}
-    with_processor(case[0], **limits)
+    with_processor(case[0])
     return case
 
 
-def names_of(checkpoint: Path) -> dict[str, str]:
-    """ms-swift's names for a checkpoint of Qwen's."""
-    model_type = AutoConfig.from_pretrained(checkpoint).model_type
-    return {"model_type": model_type, "template": model_type.removesuffix("_moe")}
+@pytest.fixture(scope="module")
+def loaded(family: str, case: Any) -> Any:
+    """The model and its processor, as ms-swift loads them."""
+    return get_model_processor(str(case[0]), model_type=family)
 
 
-def recorded_run(checkpoint: Path, packed: Path, output: Path, resume: Path | None = None) -> Run:
-    """Packs and loss of each of six steps, and the weights at the end."""
-    packs = open_packs(packed)
-    options = {"resume_from_checkpoint": str(resume)} if resume else {}
-    trainer = make_trainer(
-        checkpoint, packed, output, **names_of(checkpoint), max_steps=6, save_steps=3, **options
-    )
-    seen: list[int] = []
-    trainer.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
-        with_kwargs=True,
-    )
-    trainer.train(options.get("resume_from_checkpoint"))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return seen, losses, [weight.detach().clone() for weight in trainer.model.parameters()]
+#: Limits of pixels with which a sample is encoded; None: it is not compared.
+LimitsOf = Callable[[SourceSample, list[bytes]], dict[str, int] | None]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], indirect=True
-)
-def test_steps_are_those_of_our_own_trainer_and_are_resumed(
-    family: str, case: Any, tmp_path: Path, say: Say
-) -> None:
-    _, losses = check_resuming(tmp_path, recorded_run, *case)
-    is_ours = family in FAMILIES and FAMILIES[family].megatron_core
-    said = check_losses(case[1], case[0], losses, tmp_path / "ours" if is_ours else None)
-    say(f"{said}, 6 steps resumed after 3 to the last bit")
+def both_rows(
+    packs: PackedFolder,
+    loaded: tuple[Any, Any],
+    scratch: Path,
+    limits_of: LimitsOf | None = None,
+    **options: Any,
+) -> Iterator[tuple[list[tuple[SourceSample, list[bytes]]], dict[str, Any], dict[str, Any]]]:
+    """The collator's rows of packs, and of their samples encoded by a template with these options;
+    with the samples. By default with the packs' limits for images."""
+    vision = packs.task_encoder.encoder.options
+    template, plugged = (make_template(*loaded, vision.family, **options) for _ in range(2))
+    dataset = packs_of_plugin(plugged, loaded[0].model_dir, packs.path, packs.split)
+    for number, pack in enumerate(packs):
+        samples, ours, theirs = [], [], []
+        for stored, one in zip(stored_samples(pack), dataset[number], strict=True):
+            limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
+            limits = limits_of(*stored) if limits_of else limits
+            if limits is not None:
+                samples.append(stored)
+                ours.append(one)
+                theirs.append(own_sample(template, *stored, limits, scratch))
+        if samples:
+            both = plugged.data_collator([ours]), template.data_collator([theirs])
+            assert both[0].keys() == both[1].keys() - {"second_per_grid_ts"}  # of it came positions
+            yield samples, *both
 
 
-def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
-    """Numbers of the packs that this rank trains on in an epoch."""
-    packs = open_packs(packed)
-    trainer = make_trainer(checkpoint, packed, output, **names_of(checkpoint))
-    return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
+def with_pillow(loaded: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The backend that packs name: torchvision's values differ in the last bits."""
+    model, processor = loaded
+    processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(model.model_dir)
+    return model, processor
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"], indirect=True)
-def test_order(family: str, case: Any, tmp_path: Path, say: Say) -> None:
-    checkpoint, packed = case
-    say(check_order(packed, tmp_path, numbers_read, checkpoint, tmp_path / "out", drop_last=True))
+class TestPacking(PackingLaws):
+    def rows(self, packs: PackedFolder, task: str, folder: Path) -> Iterator[Rows]:
+        """With a model of the whole vocabulary."""
+        processor = builtin_processor()
+        tiny_qwen2_vl().save_pretrained(folder)
+        save_processor(folder, processor.tokenizer, processor.chat_template)
+        loaded = with_pillow(get_model_processor(str(folder), model_type="qwen2_vl"))
+        options = {"use_chat_template": task != "captioning"}
+        for _, ours, theirs in both_rows(packs, loaded, folder, **options):
+            yield ours, theirs
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
-def test_packs_are_what_its_packing_would_give(family: str, case: Any, say: Say) -> None:
-    checkpoint, packed = case
-    model, processor = get_model_processor(str(checkpoint), model_type=family)
-    # The backend that the packs name: torchvision's values differ in the last bits.
-    processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
-    template, plugged = (
-        make_template(model, processor, family, add_non_thinking_prefix=False) for _ in range(2)
-    )
-    dataset, packs = packs_of_plugin(plugged, str(checkpoint), packed), open_packs(packed)
-    vision = packs.task_encoder.encoder.options
-    limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
-    for number, pack in enumerate(packs):
-        own = [own_sample(template, *sample, limits) for sample in stored_samples(pack)]
-        theirs = template.data_collator([own])
-        ours = plugged.data_collator([dataset[number]])
-        assert ours.keys() == theirs.keys()
+def test_packs_are_what_its_packing_would_give(
+    family: str, case: Any, loaded: Any, tmp_path: Path, say: Say
+) -> None:
+    packs = open_packs(case[1])
+    rows = both_rows(packs, with_pillow(loaded), tmp_path, add_non_thinking_prefix=False)
+    for number, (_, ours, theirs) in enumerate(rows):
         assert_same(ours, theirs, f"{family} {number}")
     assert len(packs) > 5
     say(f"{len(packs)} packs are what its own packing makes of their samples")
@@ -278,71 +263,19 @@ def test_recurrent_layers_without_kernels_are_refused(
         packs_of_plugin(template, str(case[0]), case[1])
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model with the whole vocabulary, and its processor, as ms-swift loads them."""
-    import_external_file(str(PLUGIN))
-    folder = tmp_path_factory.mktemp("model")
-    builtin = builtin_processor(min_pixels=3136, max_pixels=100352)
-    tiny_qwen2_vl().save_pretrained(folder)
-    save_processor(folder, builtin.tokenizer, builtin.chat_template)
-    model, processor = get_model_processor(str(folder), model_type="qwen2_vl")
-    # The backend that the packs name: torchvision's values differ in the last bits.
-    processor.image_processor = builtin.image_processor
-    return model, processor
-
-
-def test_every_demo_pack_is_what_its_packing_would_give(
-    task: str, demo: dict[str, Path], loaded: Any, say: Say
+def test_packs_made_while_training_are_joined_as_by_its_collator(
+    case: Any, loaded: Any, tmp_path: Path, say: Say
 ) -> None:
-    """The collator's rows of our packs, and of the same samples encoded by its template."""
-    model, processor = loaded
-    dialogue = {"use_chat_template": task != "captioning"}
-    template = make_template(model, processor, "qwen2_vl", **dialogue)
-    num_packs = 0
-    for split in ("train", "val"):
-        packs = open_packs(demo[task], split)
-        vision = packs.task_encoder.encoder.options
-        limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
-        plugged = make_template(model, processor, "qwen2_vl", **dialogue)
-        dataset = packs_of_plugin(plugged, model.model_dir, demo[task], split)
-        for number, pack in enumerate(packs):
-            own = [own_sample(template, *sample, limits) for sample in stored_samples(pack)]
-            theirs = template.data_collator([own])
-            ours = plugged.data_collator([dataset[number]])
-            assert ours.keys() == theirs.keys()
-            assert_same(ours, theirs, f"{task} {split} {number}")
-            num_packs += 1
-    assert num_packs > 5
-    say(f"{num_packs} packs of {task} are what its own packing makes of their samples")
-
-
-class Encoded(Dataset[dict[str, Any]]):
-    """Samples that its template encodes when they are asked for, some with an image."""
-
-    def __init__(self, template: Any) -> None:
-        self._template = template
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        images = [Image.new("RGB", (80, 60 + 20 * (number % 4)), "red")] * min(number % 3, 1)
-        question = "<image>" * len(images) + f"What is {number}?"
-        turns = [{"role": "user", "content": question}, assistant("bar " * (1 + number % 30))]
-        sample = self._template.encode({"messages": turns, "images": images}, **LENGTH)
+    template = make_template(*loaded, "qwen2_vl")
+    template.packing = template.padding_free = False  # samples come in lists
+    samples: list[Any] = []
+    for pack in open_packs(case[1]):
+        samples += [own_sample(template, *one, {}, tmp_path) for one in stored_samples(pack)]
+    for sample in samples:
         tokens = torch.tensor(sample["input_ids"])
-        sample["mm_token_type_ids"] = (tokens == self._template.model.config.image_token_id).long()
-        return sample
-
-
-def test_packs_made_while_training_are_joined_as_by_its_collator(loaded: Any, say: Say) -> None:
-    model, processor = loaded
-    template = get_template(processor, template_type="qwen2_vl")
-    template.set_mode("train")
-    template.model = model
-    packs = list(PackedDatasetWrapper(Encoded(template), template, 256, 16))
-    assert sum(map(len, packs)) == 40
+        sample["mm_token_type_ids"] = (tokens == template.image_token_id).long()
+    packs = list(PackedDatasetWrapper(samples, template, 256, 16))
+    assert sum(map(len, packs)) == len(samples) == 48
     for pack in packs:
         theirs = template.data_collator([[dict(sample) for sample in pack]])
         for sample in pack:
@@ -359,40 +292,6 @@ def test_packs_made_while_training_are_joined_as_by_its_collator(loaded: Any, sa
     say(f"{len(packs)} packs of PackedDatasetWrapper joined alike by both collators")
 
 
-#: Model type and template of ms-swift, and transformers' processors.
-TRAINED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    "glm4v": ("glm4v", "glm4v", (Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor)),
-    "glm46v": ("glm4v", "glm4_5v", (Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor)),
-    "internvl3": (
-        "internvl",
-        "internvl_hf",
-        (InternVLProcessor, GotOcr2ImageProcessor, InternVLVideoProcessor),
-    ),
-}
-
-
-def save_its_processor(checkpoint: Path, whole: Any, images: Any, videos: Any) -> None:
-    """The one that ms-swift loads; packs do without."""
-    names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
-    names = {f"{name}_token": token for name, token in names.items()} | {"video_token": "<video>"}
-    options = {"extra_special_tokens": names} if whole is InternVLProcessor else {}
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
-    template = tokenizer.chat_template
-    whole(images(), tokenizer, videos(), chat_template=template).save_pretrained(checkpoint)
-
-
-@pytest.mark.parametrize("family", TRAINED)
-def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
-    model_type, template, processors = TRAINED[family]
-    checkpoint, packed = several_packs(family, tmp_path)
-    save_its_processor(checkpoint, *processors)
-    names = {"model_type": model_type, "template": template}
-    trainer = make_trainer(checkpoint, packed, tmp_path / "output", **names, max_steps=2)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    say(check_losses(packed, checkpoint, losses))
-
-
 DOCS = Path(__file__).parents[2] / "docs"
 (COMMAND,) = re.findall(r"`(swift sft [^`]*)`", (DOCS / "integrations.md").read_text())
 (LONG_COMMAND,) = re.findall(
@@ -400,25 +299,20 @@ DOCS = Path(__file__).parents[2] / "docs"
 )
 
 
-#: Family of the checkpoint of a command.
-of_command = pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-
-
 def datasets(
-    checkpoint: Path, packed: Path, output: Path, *more: str, command: str = COMMAND
+    checkpoint: Path, packed: Path, output: Path, more: str = "", command: str = COMMAND
 ) -> list[Any]:
-    """The samples that a pipeline of the documented command trains on, with these options."""
+    """The samples that a pipeline of the documented command trains on, with more options."""
     names = dict.fromkeys(("FOLDER", "Qwen/Qwen2-VL-2B-Instruct"), str(checkpoint))
     names["out/packed"] = str(packed)
     words = [names.get(word, word) for word in shlex.split(command.replace("\\\n", " "))[2:]]
-    model = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
-    options = ["--output_dir", str(output), "--use_cpu", "true", "--torch_dtype", "float32"]
-    args, rest = parse_args(CPUArguments, [*words, *model, *options, *more])
+    words += ["--model_type", "qwen2_vl", "--template", "qwen2_vl", *more.split()]
+    words += ["--output_dir", str(output), "--use_cpu", "true", "--torch_dtype", "float32"]
+    args, rest = parse_args(CPUArguments, words)
     assert not rest
     return SwiftSft._prepare_dataset(SimpleNamespace(args=args, template=SimpleNamespace()))
 
 
-@of_command
 @pytest.mark.parametrize("command", [COMMAND, LONG_COMMAND], ids=["integrations", "coming_from"])
 def test_the_documented_command_builds_data_of_every_pack(
     command: str, case: tuple[Path, Path], tmp_path: Path
@@ -432,30 +326,18 @@ def test_the_documented_command_builds_data_of_every_pack(
         assert lengths == packs.batch([number]).cu_lengths[0].diff().tolist()
 
 
-@of_command
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+class TestCommand(CommandLaws):
+    refused = (
         ("--packing false", "set --packing true"),
         ("--train_dataloader_shuffle true", "set --train_dataloader_shuffle false"),
         ("--group_by_length true", "leave out --group_by_length"),
         ("--dataset {packed} other.jsonl", "give one --dataset"),
         ("--val_dataset {packed}", "no packs in its val split"),
-    ],
-)
-def test_what_packs_do_not_do_is_refused(
-    options: str, message: str, case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        datasets(*case, tmp_path, *options.format(packed=case[1]).split())
-    assert "\n" not in str(caught.value)
-
-
-@of_command
-def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
-    check_contradictions(
-        lambda model, packs: datasets(with_processor(model), packs, tmp_path), case, tmp_path
     )
+
+    def build(self, checkpoint: Path, packed: Path, output: Path, options: str | None) -> Any:
+        with_processor(checkpoint)
+        return datasets(checkpoint, packed, output, (options or "").format(packed=packed))
 
 
 _ENDS = ("min", "max")
@@ -482,19 +364,13 @@ def same_frames(encoder: Any, data: bytes) -> bool:
     return frames == spread.tolist()
 
 
-@pytest.fixture(scope="module")
-def with_videos(family: str, case: Any) -> Any:
-    """The model and its processor, as ms-swift loads them."""
-    return get_model_processor(str(with_processor(case[0])), model_type=family)
-
-
 each_family = pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"], indirect=True)
 
 
 @each_family
 @pytest.mark.usefixtures("_decoder")
 def test_packs_with_videos_are_what_its_packing_would_give(
-    family: str, with_videos: Any, video_packs: Path, tmp_path: Path, say: Say
+    family: str, loaded: Any, video_packs: Path, tmp_path: Path, say: Say
 ) -> None:
     """All but the pixels: it resizes images with Pillow (those are compared with the demo's packs),
     and frames in floating point, which it spreads from the first to the last."""
@@ -502,25 +378,16 @@ def test_packs_with_videos_are_what_its_packing_would_give(
     encoder = packs.task_encoder.encoder
     stored = encoder.options.model_dump()
     limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] for end in _ENDS}
-    template, plugged = (make_template(*with_videos, family) for _ in range(2))
-    dataset = packs_of_plugin(plugged, with_videos[0].model_dir, video_packs)
     alike = others = 0
-    for number, pack in enumerate(packs):
-        samples = list(stored_samples(pack))
-        own = [own_sample(template, *s, limits, tmp_path) for s in samples]
-        theirs = template.data_collator([own])
-        ours = plugged.data_collator([dataset[number]])
-        theirs.pop("second_per_grid_ts", None)  # of which positions were made
-        assert ours.keys() == theirs.keys()
+    for samples, ours, theirs in both_rows(packs, loaded, tmp_path, lambda *_: limits):
+        theirs.pop("second_per_grid_ts", None)
         pixels = [batch.pop("pixel_values_videos", None) for batch in (theirs, ours)]
-        for batch in (theirs, ours):
-            batch.pop("pixel_values", None)
-        assert_same(ours, theirs, f"{family} {number}")
+        theirs.pop("pixel_values", None)
+        assert_same(ours, theirs, family)
         videos = [data for sample, media in samples for data in media[len(sample.images) :]]
-        if not videos:
-            continue
-        sizes = ours["video_grid_thw"].prod(1).tolist()
-        for data, one, other in zip(videos, *(p.split(sizes) for p in pixels), strict=True):
+        sizes = ours["video_grid_thw"].prod(1).tolist() if videos else []
+        frames = zip(*(values.split(sizes) for values in pixels), strict=True) if videos else ()
+        for data, (one, other) in zip(videos, frames, strict=True):
             same = same_frames(encoder, data)
             difference = float((one - other).abs().max())
             assert difference < THREE_OF_255 if same else difference > 1
@@ -536,45 +403,39 @@ def test_packs_with_videos_are_what_its_packing_would_give(
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.usefixtures("_decoder")
 def test_samples_with_videos_are_what_it_encodes(
-    family: str, case: Any, with_videos: Any, tmp_path: Path, say: Say
+    family: str, case: Any, loaded: Any, tmp_path: Path, say: Say
 ) -> None:
     """All but the pixels, of videos of 4 and 8 frames: it takes an even number, and limits the
     pixels of a frame, where packs limit those of a video."""
     model = {"family": family, "processor": str(case[0]), "video_max_pixels": 1 << 16}
-    packed = clips_packed("bmr", tmp_path, **model)
-    packs, model_dir = open_packs(packed), with_videos[0].model_dir
+    packs = open_packs(clips_packed("bmr", tmp_path, **model))
     encoder = packs.task_encoder.encoder
-    stored = encoder.options.model_dump()
-    template, plugged = (
-        make_template(*with_videos, family, add_non_thinking_prefix=False) for _ in range(2)
-    )
-    dataset, compared = packs_of_plugin(plugged, model_dir, packed), 0
-    for number, pack in enumerate(packs):
-        for (sample, media), ours in zip(stored_samples(pack), dataset[number], strict=True):
-            headers = [read_video_header(io.BytesIO(data)) for data in media[len(sample.images) :]]
-            counts = {len(encoder.sample_video(header).frames) for header in headers}
-            if counts not in ({4}, {8}) or sample.images:
-                continue
-            (frames,) = counts
-            limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] // frames for end in _ENDS}
-            own = own_sample(template, sample, media, limits, tmp_path)
-            row, theirs = plugged.data_collator([[ours]]), template.data_collator([[own]])
-            for batch in (row, theirs):
-                del batch["pixel_values_videos"]
-            assert row.keys() == theirs.keys()
-            assert_same(row, theirs, f"{family} {number}")
-            compared += 1
+    pixels = encoder.options.model_dump()
+
+    def limits_of(sample: SourceSample, media: list[bytes]) -> dict[str, int] | None:
+        headers = [read_video_header(io.BytesIO(data)) for data in media[len(sample.images) :]]
+        counts = {len(encoder.sample_video(header).frames) for header in headers}
+        if counts not in ({4}, {8}) or sample.images:
+            return None
+        return {f"{end}_pixels": pixels[f"video_{end}_pixels"] // max(counts) for end in _ENDS}
+
+    compared = 0
+    options = {"add_non_thinking_prefix": False}
+    for samples, ours, theirs in both_rows(packs, loaded, tmp_path, limits_of, **options):
+        del theirs["pixel_values_videos"]
+        assert_same(ours, theirs, family)
+        compared += len(samples)
     assert compared > 3
     say(f"{compared} samples with videos as it encodes them, pixels apart")
 
 
 @each_family
 def test_samples_padded_for_context_parallelism_go_on_behind(
-    family: str, with_videos: Any, video_packs: Path
+    family: str, loaded: Any, video_packs: Path
 ) -> None:
     """As in its `_handle_megatron_cp`, which makes a sample longer and leaves its positions."""
-    template, plugged = (make_template(*with_videos, family) for _ in range(2))
-    for sample in packs_of_plugin(plugged, with_videos[0].model_dir, video_packs)[0]:
+    template, plugged = (make_template(*loaded, family) for _ in range(2))
+    for sample in packs_of_plugin(plugged, loaded[0].model_dir, video_packs)[0]:
         del sample["labels"], sample["length"]
         sample["input_ids"] = torch.tensor([[*sample["input_ids"], 0, 0, 0]])
         types = torch.nn.functional.pad(sample["mm_token_type_ids"], (0, 3))
