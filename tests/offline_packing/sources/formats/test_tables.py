@@ -111,21 +111,20 @@ IMAGE_COLUMNS = {
 
 def test_images_of_every_binary_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches that each have a dictionary of their own; shards read copies of large groups."""
-    images = [image_bytes(28 * (2 + i // 8), 56) for i in range(24)]
+    images = [image_bytes(28 * (2 + i // 4), 56) for i in range(12)]
     assert max(map(len, images)) < 4000
-    captions = pa.array([f"Number {i}." for i in range(24)]).dictionary_encode()
+    captions = pa.array([f"Number {i}." for i in range(12)]).dictionary_encode()
     for form, column in IMAGE_COLUMNS.items():
-        table = pa.table({"im,age": column(images), "te,xt": captions, "other,": range(24)})
-        source = write_parquet(tmp_path / form, table, row_group_size=8)
+        table = pa.table({"im,age": column(images), "te,xt": captions, "other,": range(12)})
+        source = write_parquet(tmp_path / form, table, row_group_size=4)
         source["fields"] = {"images": "im,age", "caption": "te,xt"}
-        assert texts_of(source, tmp_path) == captions.to_pylist(), form
         opened = open_one(source, tmp_path)
         media = [opened.read_media(at) for *_, row in account(opened) if row for at in row.media]
-        assert [data.rstrip(b"\0") for data in media] == images
+        assert [data.rstrip(b"\0") for data in media] == images, form
         for small_group in {"dictionary": (0,), "list_of_view": (0, 1 << 30)}.get(form, ()):
             monkeypatch.setattr(row_files, "SMALL_GROUP", small_group)
             run = make_run(source, tmp_path / f"{form} {small_group}")
-            assert pack_all(run).counts.packed == 24
+            assert pack_all(run).counts.packed == 12
             assert verify(run, deep=True).ok
 
 
