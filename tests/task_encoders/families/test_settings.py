@@ -95,6 +95,9 @@ def test_a_checkpoint_of_another_family_is_refused(
     if model_type and not found:
         with pytest.raises(ValueError, match=f"is a '{model_type}'; .*{remedy}"):
             require_family(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match="config.json is not JSON: "):
+        build_sample_encoder("qwen2_vl", str(tmp_path))
 
 
 ROOT = Path(__file__).parents[3]
