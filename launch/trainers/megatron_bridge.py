@@ -138,50 +138,6 @@ class VLMIterator(DataIterator):
     def __next__(self) -> Any:
         return to_vlm_batch(super().__next__())
 
-    def restore_state(self, state: Any) -> None:
-        """Continue where a state was saved. Only before the first row."""
-        self._loader.restore_state_rank(state)
-
-
-def build_iterators(
-    path: str, model: Any, context: DatasetBuildContext, *, num_workers: int, **padding: Any
-) -> tuple[VLMIterator | None, VLMIterator | None]:
-    """Build training and validation data, if Bridge asks for samples; on every rank, as each of
-    Bridge's ranks reads for itself.
-
-    Args:
-        model: Bridge's model provider.
-        padding: options of the task encoder.
-
-    Raises:
-        PackingSettingsError: the environment or the parallel sizes contradict the packs.
-        ValueError: the packs are of another family than the model, or the model takes none.
-    """
-    data = read_packed_data(path)
-    family = next((name for kind, name in _FAMILIES.items() if isinstance(model, kind)), None)
-    if family is None:
-        names = ", ".join(kind.__name__ for kind in _FAMILIES)
-        raise ValueError(f"{type(model).__name__} does not take packs; those that do: {names}")
-    task_encoder = PackedTaskEncoder(
-        seq_length=data.seq_length,
-        model=change_options(data.model, family=family),
-        pixel_transport="uint8",
-        **padding,
-    )
-    task_encoder.check_trainer("Megatron-Bridge")
-    ranks = context.pg_collection.dp
-    config = WorkerConfig(rank=ranks.rank(), world_size=ranks.size(), num_workers=num_workers)
-
-    def iterator(get_dataset: Any, num_samples: int) -> VLMIterator | None:
-        if not num_samples:
-            return None
-        return VLMIterator(get_packed_loader(get_dataset(path, task_encoder, worker_config=config)))
-
-    return (
-        iterator(get_packed_train_dataset, context.train_samples),
-        iterator(get_packed_val_dataset, context.valid_samples),
-    )
-
 
 @dataclass(kw_only=True)
 class PacksConfig(DatasetProvider):
@@ -206,22 +162,44 @@ class PacksConfig(DatasetProvider):
                 raise ValueError(f"{name} is {found}; set {value}: {reason}")
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, None]:
-        """Build the iterators over packs. Bridge's hook."""
-        model = self.recipe.model
-        pad_multiple = required_pad_multiple(
-            context_parallel=model.context_parallel_size,
-            tensor_parallel=model.tensor_model_parallel_size,
-            sequence_parallel=model.sequence_parallel,
-        )
-        train, validation = build_iterators(
-            self.path,
-            model,
-            context,
-            num_workers=self.num_workers,
-            pad_multiple=pad_multiple,
+        """Build training and validation data, if Bridge asks for samples; on every rank, as each of
+        Bridge's ranks reads for itself. Bridge's hook.
+
+        Raises:
+            PackingSettingsError: the environment or the parallel sizes contradict the packs.
+            ValueError: the packs are of another family than the model, or the model takes none.
+        """
+        data, model = read_packed_data(self.path), self.recipe.model
+        family = next((name for kind, name in _FAMILIES.items() if isinstance(model, kind)), None)
+        if family is None:
+            names = ", ".join(kind.__name__ for kind in _FAMILIES)
+            raise ValueError(f"{type(model).__name__} does not take packs; those that do: {names}")
+        task_encoder = PackedTaskEncoder(
+            seq_length=data.seq_length,
+            model=change_options(data.model, family=family),
+            pixel_transport="uint8",
+            pad_multiple=required_pad_multiple(
+                context_parallel=model.context_parallel_size,
+                tensor_parallel=model.tensor_model_parallel_size,
+                sequence_parallel=model.sequence_parallel,
+            ),
             pad_to_seq_length=self.pad_to_max_length,
         )
-        return train, validation, None
+        task_encoder.check_trainer("Megatron-Bridge")
+        ranks, count = context.pg_collection.dp, self.num_workers
+        workers = WorkerConfig(rank=ranks.rank(), world_size=ranks.size(), num_workers=count)
+
+        def iterator(get_dataset: Any, num_samples: int) -> VLMIterator | None:
+            if not num_samples:
+                return None
+            dataset = get_dataset(self.path, task_encoder, worker_config=workers)
+            return VLMIterator(get_packed_loader(dataset))
+
+        return (
+            iterator(get_packed_train_dataset, context.train_samples),
+            iterator(get_packed_val_dataset, context.valid_samples),
+            None,
+        )
 
 
 def _needed(recipe: Any) -> dict[str, tuple[Any, str]]:
