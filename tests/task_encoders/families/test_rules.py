@@ -20,6 +20,7 @@ from task_encoders.families.builtin_processor import builtin_tokenizer
 from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
+from task_encoders.text.pieces import Text, Video
 from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
@@ -126,6 +127,23 @@ def test_tokens_per_second_are_the_checkpoints(tmp_path: Path) -> None:
 
 CALL = '{"name": "f", "arguments": {"a": "b"}}'
 TOOLS = '[{"type": "function", "function": {"name": "f", "description": ""}}]'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"), [("Look <video>", "user\nLook "), ("<video>", "user\n")]
+)
+def test_the_first_label_of_a_video_of_internvl_ends_the_text_before_it(
+    prompt: str, before: str, world: World
+) -> None:
+    needs_family("internvl3")
+    encoder = build_sample_encoder("internvl3", str(world.tokenizer("internvl3")))
+    dialogue = SourceSample("a", "bmr", (Turn(prompt, "A."),), videos=("v",))
+    caption = SourceSample("a", "captioning", (Turn("", "<video>A."),), videos=("v",))
+    for sample, text in ((dialogue, before), (caption, "")):
+        pieces = list(encoder.parts(sample))
+        at = [type(piece) for piece in pieces].index(Video)
+        assert pieces[at - 1] == Text(text + "Frame1: ")
+        assert not any(isinstance(piece, Text) for piece in pieces[max(at - 2, 0) : at - 1])
 
 
 def test_a_turn_of_gemma_goes_on_after_results_of_calls(world: World) -> None:

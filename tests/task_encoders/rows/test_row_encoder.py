@@ -22,6 +22,7 @@ from task_encoders.model_inputs import pad_batch, to_packed_seq_params, to_trans
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import Pack, PackFormatError, SubSample, sub_samples_of_pack
 from task_encoders.packs.pack_format import PackedSubSample, Tree, media_part_names, pack_json
+from task_encoders.rows.encoded_rows import SetAside
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import EncodedSample
@@ -364,3 +365,13 @@ def test_a_tree_cut_inside_its_picture_ends_the_run(tokens: int | None, images: 
     tree[2:4] = 3 if tokens is None else tree[2] + tokens, images
     with pytest.raises(FatalSampleError, match=r"of sample 's0' do not end after .* [012] images"):
         task_encoder(trees=True).encode_pack(given)
+
+
+def test_errors_of_no_sample_go_to_the_loaders_own_handler() -> None:
+    told: list[Exception] = []
+    aside = SetAside(lambda error, *_: told.append(error))
+    errors = SampleError("bad_image", "cut"), PackFormatError("no turns"), RuntimeError("a bug")
+    for error in errors:
+        aside(error, {"__key__": "ps_0"}, None)
+    assert told == [errors[2]]
+    assert aside.lines[:2] == ["ps_0: bad_image: cut", "ps_0: bad_record: no turns"]
