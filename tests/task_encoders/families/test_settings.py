@@ -96,7 +96,7 @@ def test_a_checkpoint_of_another_family_is_refused(
         with pytest.raises(ValueError, match=f"is a '{model_type}'; .*{remedy}"):
             require_family(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(ValueError, match="config.json is not JSON: "):
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: "):
         build_sample_encoder("qwen2_vl", str(tmp_path))
 
 
