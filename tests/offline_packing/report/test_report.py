@@ -153,8 +153,10 @@ def test_lengths_loss_and_overlong(run: Run) -> None:
     overlong = [length for length in lengths if length > 512]
     saved = found["too long for a sequence"]
     assert saved["samples"] == len(overlong)
-    kept = {row["with seq_length"]: row["samples kept"] for row in saved["rows"]}
-    assert kept == {1024: 1, 2048: 2}
+    kept = {row.pop("with seq_length"): row for row in saved["rows"]}
+    assert {length: row["samples kept"] for length, row in kept.items()} == {1024: 1, 2048: 2}
+    share = min(overlong) / sum(overlong)
+    assert kept[1024] == {"samples kept": 1, "tokens": min(overlong), "of what is lost": share}
 
 
 def test_examples_and_drawn_packs(run: Run) -> None:
