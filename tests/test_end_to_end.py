@@ -19,6 +19,7 @@ from offline_packing.report.preview_text import render_pack
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.datasets import PAIRS, make_run, pack_all, write_json
 from tests.helpers.energon_batches import batches_of
 from tests.helpers.formats import write_file
@@ -49,11 +50,10 @@ def videos(world: World) -> Run:
     return world.run("videos", model=LIMITS, pack={"seq_length": 1024})
 
 
-def test_the_demo_proves_a_batch_of_images_and_videos(videos: Run) -> None:
-    encoder = task_encoder(videos)
-    batches = batches_of(videos.workspace.root, encoder, micro_batch_size=2)
+def test_the_demo_proves_packs_of_images_and_videos(videos: Run) -> None:
+    packs = PackedFolder(videos.workspace.root, task_encoder(videos))
     difference = training.compare_packed_with_unpacked(
-        training.tiny_qwen2_vl(weight_std=0.08), batches
+        training.tiny_qwen2_vl(weight_std=0.08), packs, len(packs)
     )
     assert difference.num_tokens > 100
     assert difference.packed <= 1e-4

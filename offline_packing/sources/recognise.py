@@ -56,7 +56,7 @@ class Recognised:
 def recognise(path: str, *, task: str | None = None) -> Recognised:
     """Look at a local folder or file. Without `task`, the task is guessed from the records. Raises
     StageError if it is of no known format, or cannot be read."""
-    fitting = fitting_formats(Path(path))
+    fitting = _fitting(Path(path))
     if entries := _entries_of_internvl(Path(path)):
         raise StageError(
             f"{path!r} is InternVL's list of datasets: {', '.join(entries)}; call init with each "
@@ -100,7 +100,7 @@ def recognise(path: str, *, task: str | None = None) -> Recognised:
     return Recognised(options, tuple(others), tuple(examples), num_records)
 
 
-def fitting_formats(path: Path) -> dict[str, Mapping[str, Any]]:
+def _fitting(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return the formats that a path may be of, and the options that each would be read with."""
     found = ((name, source.recognise(path)) for name, source in SOURCES.items())
     return {name: options for name, options in found if options is not None}
@@ -109,7 +109,7 @@ def fitting_formats(path: Path) -> dict[str, Mapping[str, Any]]:
 def _forms_of_folders(path: Path) -> dict[str, str]:
     """Return the formats of the folders in a folder, by name, where they are of any."""
     folders = sorted(one for one in path.iterdir() if one.is_dir()) if path.is_dir() else []
-    found = {folder.name: " or ".join(fitting_formats(folder)) for folder in folders}
+    found = {folder.name: " or ".join(_fitting(folder)) for folder in folders}
     return {name: form for name, form in found.items() if form}
 
 

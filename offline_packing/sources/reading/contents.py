@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -16,6 +17,20 @@ from task_encoders.families import FAMILIES
 from task_encoders.storage.paths import is_url
 from task_encoders.text.chat_templates import JinjaTemplate
 
+#: Suffix of a file, and the value of source.format that reads it.
+_FORMATS: Final = {
+    ".tar": "webdataset",
+    ".tar.gz": "webdataset",
+    ".tgz": "webdataset",
+    ".tar.zst": "webdataset",
+    ".parquet": "parquet",
+    ".arrow": "huggingface",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".json": "json or pairs",
+}
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
 _DAMAGED_MEDIA: Final = ("bad_image", "truncated_image", "bad_video", "truncated_video")
 #: Names that are looked at: a source may hold millions.
@@ -52,7 +67,8 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
 def _missing_image(detail: str, source: SourceOptions) -> str | None:
     named = re.match(r"'(.+?)': ", detail)
     if named is None:  # no image beside the record
-        return describe_formats(source.path, besides=source.format) or None
+        wanted = {"pairs": "json", "captions": "txt"}.get(source.format, source.format)
+        return describe_others(source.path, f"*.{wanted}") or None
     root = source.image_root if isinstance(source, MediaOptions) else None
     found = find_image_root(source.path, named[1])
     if found is not None and found != root:
@@ -80,20 +96,26 @@ def _outside_root(detail: str) -> str:
 def nothing_found(path: str, wanted: str) -> StageError:
     """Return the error of a source that holds nothing of its format; it names what it holds
     instead."""
-    hint = f", or {others}" if (others := describe_formats(path)) else ""
+    others = describe_others(path, wanted)
+    hint = f", or {others}" if others else ""
     return StageError(f"source path {path!r} holds no {wanted}; set source.path{hint}")
 
 
-def describe_formats(path: str, besides: str = "") -> str:
-    """Name the formats that a path may be of, besides its own: 'source.format=webdataset'; "" if
-    there are none, or the path is remote."""
-    from offline_packing.sources.recognise import fitting_formats  # which imports this module
-
-    names: list[str] = []
-    with contextlib.suppress(OSError):  # some file may not be read
-        fitting = {} if is_url(path) else fitting_formats(Path(path))
-        names = [name for name in fitting if name != besides]
-    return f"source.format={' or '.join(names)}" if names else ""
+def describe_others(path: str, wanted: str) -> str:
+    """Describe files at a path and below that another format than the wanted one reads: '2 *.tar
+    here: source.format=webdataset'; "" if there are none, or the path is remote."""
+    if is_url(path):
+        return ""
+    longest = (
+        max((end for end in _FORMATS if name.lower().endswith(end)), key=len, default="")
+        for name in file_names(Path(path))
+    )
+    counts = Counter(filter(None, longest))
+    return ", ".join(
+        f"{count:,} *{suffix} here: source.format={_FORMATS[suffix]}"
+        for suffix, count in counts.most_common()
+        if f"*{suffix}" != wanted
+    )
 
 
 def find_image_root(path: str, name: str) -> str | None:

@@ -17,7 +17,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.runs import run as run_module
 from offline_packing.runs.run import Run
 from offline_packing.runs.warnings import run_warnings
-from offline_packing.sources.reading.contents import describe_formats, find_image_root
+from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
 from offline_packing.storage.files import read_json
 from task_encoders.families import model_options
@@ -174,12 +174,14 @@ def test_list_of_what_is_set_aside(tmp_path: Path, command: Command) -> None:
 @pytest.mark.parametrize(
     ("source_format", "message"),
     [
-        ("pairs", "holds no records of source.format=pairs; set source.path, or source.format"),
-        ("jsonl", "holds no *.jsonl; set source.path, or source.format=webdataset"),
+        ("pairs", "holds no records of source.format=pairs; set source.path, or 2 *.tar here: "),
+        ("jsonl", "holds no *.jsonl; set source.path, or 2 *.tar here: source.format=webdataset"),
+        ("parquet", "holds no *.parquet; set source.path, or 2 *.tar here: "),
     ],
 )
 def test_another_format(tmp_path: Path, command: Command, source_format: str, message: str) -> None:
-    write_file(tmp_path / "data/shards/0.tar", b"")
+    for i in range(2):
+        write_file(tmp_path / f"data/shards/{i}.tar", b"")
     config = config_of(tmp_path, tmp_path / "data", form=source_format)
     status, _, error = command("run", config)
     assert status == 1
@@ -242,12 +244,12 @@ def test_hints_look_near_only(tmp_path: Path) -> None:
     assert find_image_root(str(tmp_path / "in/b"), "x/pictures/0.jpg") is None
     assert find_image_root(str(tmp_path / "in/b"), "1.jpg") is None
     assert find_image_root("s3://bucket/b", "0.jpg") is None
-    assert describe_formats("s3://bucket/b") == ""
-    assert describe_formats(str(tmp_path / "in/a")) == ""
+    assert describe_others("s3://bucket/b", "*.json") == ""
+    assert describe_others(str(tmp_path / "in/a"), "*.json") == ""
     (tmp_path / "loop").symlink_to("loop")
     for name in ("a" * 300 + ".jpg", "loop/1", "\0.jpg"):
         assert find_image_root(str(tmp_path), name) is None
-    assert describe_formats(str(tmp_path)) == ""
+    assert describe_others(str(tmp_path), "*.jsonl") == ""
 
 
 def run_of(folder: Path, records: list[dict[str, Any]], task: str = "vqa", **output: Any) -> Run:
