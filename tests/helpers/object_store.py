@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,8 +40,11 @@ class Faults:
 
     #: of all requests
     failing_share: float = 0.0
+    seed: int = 0
     #: writes that are allowed before all others are answered with 403; None: all are
     writes_allowed: int | None = None
+    #: before each write is done
+    write_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,9 @@ class ObjectStore:
         found = self.client.list_multipart_uploads(Bucket=bucket)
         return [upload["Key"] for upload in found.get("Uploads", ())]
 
-    def fail(self, share: float) -> None:
+    def fail(self, share: float, seed: int = 0) -> None:
         """Fail a share of all requests: answers 500 and 503, and connections that end."""
-        self.set_faults(Faults(failing_share=share))
+        self.set_faults(Faults(failing_share=share, seed=seed))
 
     def set_faults(self, faults: Faults = Faults()) -> None:
         """From now on; without an argument, nothing fails. `counts` begins again."""
@@ -153,7 +157,7 @@ class _FailingServer:
     def _set(self, faults: Faults) -> None:
         with self._lock:
             self._faults = faults
-            self._dice = random.Random(0)
+            self._dice = random.Random(faults.seed)
             self._counts: Counter[str] = Counter()
 
     def __call__(
@@ -188,10 +192,12 @@ class _FailingServer:
             if writes and limit is not None and self._counts["writes"] > limit:
                 self._counts["denied"] += 1
                 return "403 AccessDenied"
+            failure = None
             if self._dice.random() < faults.failing_share:
                 self._counts["failed"] += 1
-                return self._dice.choice(_FAILURES)
-        return None
+                failure = self._dice.choice(_FAILURES)
+        time.sleep(writes * faults.write_seconds)
+        return failure
 
     def _be_told(
         self, environment: Mapping[str, Any], start_response: Callable[..., Any]

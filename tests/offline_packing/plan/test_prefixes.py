@@ -161,7 +161,7 @@ def test_a_column_without_a_rule_is_refused() -> None:
 
 # Plans of an index, under all options.
 
-NUM_SAMPLES = 240
+NUM_SAMPLES = 400
 RANKS = {"num_ranks": 2, "num_workers": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "order": {"pack": {"order": RANKS}},
@@ -290,7 +290,7 @@ def check_trees(run: Run, samples: Index, packs: PackPlan) -> None:
         assert not pack.homogeneous or len({not rows[i]["media_hash"] for i in ids}) == 1
         total += padded
     assert total == packs.info.num_tokens
-    assert in_trees > 40
+    assert in_trees > 50
     assert len(packs.sample_ids) - len({*packs.sample_ids.tolist()}) == packs.info.num_copies
 
 
