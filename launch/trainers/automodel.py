@@ -78,8 +78,7 @@ class PacksConfig:
 
     def build(self) -> AutoModelPacks:
         """Open the packs. Raises as `open_as_measured`."""
-        options = {"split": self.split, "processor": self.processor}
-        return AutoModelPacks(self.path, "AutoModel", **options)
+        return AutoModelPacks(self.path, "AutoModel", split=self.split, processor=self.processor)
 
 
 class _PackedAlready(NeatPackConfig):

@@ -65,7 +65,7 @@ STRANGE: list[Any] = [
     *([[]], [None], {"a": 1}, {"": {}}, json.loads("[" * 100 + "]" * 100)),
 ]
 #: These overflow the stack of a parser that follows them.
-NESTED = (b"[" * 20_000, b"- " * 20_000, b'{"a":' * 20_000)
+NESTED = (b"[" * 100_000, b"- " * 100_000, b'{"a":' * 100_000)
 WHOLE = (b"", b"{}", b"[]", b"null", b"7", *NESTED, b"\xff\0PK" * 50)
 
 

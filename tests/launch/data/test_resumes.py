@@ -21,8 +21,8 @@ from tests.helpers.prepared_folders import blend_of
 def test_each_pack_of_a_blend_comes_once_per_epoch(
     folder: Path, captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two tasks, which no variable names. A leg trains some steps, saves a state, trains on and
-    is killed; the next goes on from the state."""
+    """Train a blend of two tasks, which no variable names. Each run trains some steps, saves a
+    state, trains on and is killed; the next one continues from the state."""
     monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
     monkeypatch.delenv("OFFLINE_PACKING_BMR", raising=False)  # of other tests of the module
     path = str(blend_of(tmp_path / "blend.yaml", [folder, captions], epochs=1))

@@ -96,8 +96,8 @@ def validation_losses(output: Path) -> list[float]:
 
 
 def whole_and_killed(folder: Path, output: Path, layout: Layout) -> list[Any]:
-    """What `train` returns of a run, and of one that was killed and goes on; a copy of this one, as
-    the kill left it, is in `moved`."""
+    """Train a run, and another one that is killed and continued; return what `train` returned for
+    each. `moved` holds a copy of the second run as the kill left it."""
     whole = train(folder, output / "whole", layout)
     with pytest.raises(KilledError):
         train(folder, output / "killed", layout, 4 * PACKS_PER_STEP // layout.data)
@@ -150,8 +150,8 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
 
 
 def two_epochs(folder: Path, output: Path) -> list[Any]:
-    """What `train` returns of an epoch, and once more after its last checkpoint was damaged: the
-    file of another rank."""
+    """Train an epoch twice, and damage another rank's file of the last checkpoint in between;
+    return what `train` returned each time."""
     first = train(folder, output, Layout(data=2), once=True)
     if distributed.get_rank() == 0:
         newest = max((output / "checkpoints").glob("iter_*"))

@@ -151,7 +151,7 @@ def alone(sample: EncodedSample) -> dict[str, Any]:
 
 
 def compare_all(folder: Path, layouts: Sequence[Any]) -> list[Any]:
-    """What `compare_layout` finds in each layout."""
+    """Return the result of `compare_layout` for each layout."""
     found = []
     for layout in layouts:
         parallel_state.destroy_model_parallel()

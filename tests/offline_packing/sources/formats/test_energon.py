@@ -180,7 +180,7 @@ BAD_SPLITS = [
         for one in ("[a.tar]", "7", "{val: [b.tar]}", "{2: [b.tar]}", "{train: []}")
     ),
     *((f'split_parts: {{train: ["{one}"]}}', "split_parts.train: ") for one in ENDLESS),
-    ("split_parts: {train: [%s]}" % ("[" * 600 + "]" * 600), ""),
+    ("split_parts: {train: [%s]}" % ("[" * 3000 + "]" * 3000), ""),
 ]
 
 
