@@ -29,8 +29,7 @@ class Prefix(NamedTuple):
     num_videos: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLength:
+class SampleLength(NamedTuple):
     """Length of one sample, known without decoding its media. `grid_thw` holds the grids of
     the images, then those of the videos."""
 

@@ -453,6 +453,9 @@ class Measuring:
 
     def _read_headers(self, found: _Found) -> None:
         record, sample = found.record, found.sample
+        if not sample.media:
+            found.media, found.sizes, found.modes, found.videos = [], [], {}, []
+            return
         images = self._media(record, sample.images, self.encoder.image_header)
         videos = self._media(record, sample.videos, self.encoder.video_header)
         found.media = [*images, *videos]
@@ -512,7 +515,7 @@ class Measuring:
         found.rows = [of_record | self._row(found, part) for part in parts or (None,)]
         self._diagnosis.add(found.number, record, sample, found.modes)
         self.num_part_hashed += sum([one.locator.size > HASHED_BYTES for one in found.media])
-        self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
+        self.num_weighted += any([turn.weight not in (0, 1) for turn in sample.turns])
 
     def _cut(self, found: _Found) -> Sequence[Part]:
         """Cut a conversation that fits no pack into parts; return none if it stays whole."""

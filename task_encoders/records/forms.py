@@ -195,12 +195,13 @@ def _read_questions(content: Content, names: Names, task: str) -> Draft:
         answers = answers[:1]  # of several to one prompt the first; lost_fields.py reports it
     if len(prompts) != len(answers):
         raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
-    about, history = (content.get(names.get(field) or "") for field in ("input", "history"))
+    about, history = content.get(names.get("input") or ""), names.get("history")
     if about and (not isinstance(about, str) or len(prompts) > 1):
         raise SampleError("bad_record", f"'input' is {kind_of(about)} for {len(prompts)} turns")
     if about:
         prompts = [with_input(prompts[0], about)]
-    turns = [*read_history(history), *zip(prompts, answers, strict=True)]
+    earlier = read_history(content[history]) if history else ()
+    turns = [*earlier, *zip(prompts, answers, strict=True)]
     return Draft(turns=[Turn(prompt, answer) for prompt, answer in turns])
 
 
@@ -230,7 +231,10 @@ def _texts(content: Content, name: str | None) -> list[str] | None:
     their JSON."""
     if name is None:
         return None
-    values = content[name] if isinstance(content[name], list) else [content[name]]
+    values = content[name]
+    if isinstance(values, str):
+        return [values]
+    values = values if isinstance(values, list) else [values]
     texts = [value.get("content") if isinstance(value, dict) else value for value in values]
     texts = [orjson.dumps(text).decode() if is_scalar(text) else text for text in texts]
     if any(not isinstance(text, str) for text in texts):

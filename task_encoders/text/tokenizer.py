@@ -116,20 +116,22 @@ class TiktokenTokenizer(Tokenizer):
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        if not self._text_tokens:
+            return self._encode_ordinary(text)
         ids: list[int] = []
         # 'a<tool_call>b' -> 'a', '<tool_call>', 'b'; before NFC, as transformers cuts it
-        for i, part in enumerate(self._cut(text) if self._text_tokens else (text,)):
-            if i % 2:
-                ids.append(self._text_tokens[part])
-                continue
-            check_runs(part)
-            if self._nfc and not part.isascii():
-                part = unicodedata.normalize("NFC", part)
-            try:
-                ids += self._encoding.encode_ordinary(part)
-            except BaseException as error:  # noqa: BLE001 - a panic is one
-                raise sample_error_of(error) from None
+        for i, part in enumerate(self._cut(text)):
+            ids += [self._text_tokens[part]] if i % 2 else self._encode_ordinary(part)
         return ids
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        check_runs(text)
+        if self._nfc and not text.isascii():
+            text = unicodedata.normalize("NFC", text)
+        try:
+            return self._encoding.encode_ordinary(text)
+        except BaseException as error:  # noqa: BLE001 - a panic is one
+            raise sample_error_of(error) from None
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
         ids = self.encode(header + answer)

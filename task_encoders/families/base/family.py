@@ -354,11 +354,14 @@ class FamilyEncoder(ABC):
         the headers of its videos. Raises SampleError if it cannot be encoded."""
         media, placed = self._from_headers(sample, image_sizes, videos)
         spans = [span for _, own in placed for span in own]
-        num_tokens = sum([span.num_tokens for span in spans])
-        num_loss_tokens = sum([span.num_tokens for span in spans if span.weight])
+        num_tokens = num_loss_tokens = 0
+        for span in spans:
+            num_tokens += span.num_tokens
+            if span.weight:
+                num_loss_tokens += span.num_tokens
         if spans[0].weight:  # the very first token has nothing to be predicted from
             num_loss_tokens -= 1
-        grids = tuple(medium.grid for medium in media)
+        grids = tuple([medium.grid for medium in media])
         num_patches = sum([t * h * w for t, h, w in grids])
         prefix = self._prefix(placed, spans) if grids else None
         return SampleLength(num_tokens, num_loss_tokens, num_patches, grids, prefix)
@@ -371,11 +374,12 @@ class FamilyEncoder(ABC):
     ) -> tuple[list[Medium], list[tuple[Piece, Sequence[Span]]]]:
         """Return a sample's images and then its videos, and its pieces, each with its spans."""
         of_images, of_videos = self._of_media(sample, len(image_sizes), len(videos))
-        images = [one.image_medium(*size) for one, size in zip(of_images, image_sizes, strict=True)]
-        taken = [one.sample_video(video) for one, video in zip(of_videos, videos, strict=True)]
-        clips = [Medium(video.grid, video) for video in taken]
-        spans = ([*map(self.medium_spans, own)] for own in (images, clips))
-        return images + clips, [*self._placed(sample, *spans)]
+        media = [one.image_medium(*size) for one, size in zip(of_images, image_sizes, strict=True)]
+        for one, header in zip(of_videos, videos, strict=True):
+            video = one.sample_video(header)
+            media.append(Medium(video.grid, video))
+        spans = [self.medium_spans(medium) for medium in media]
+        return media, [*self._placed(sample, spans[: len(of_images)], spans[len(of_images) :])]
 
     def _of_media(
         self, sample: SourceSample, num_images: int, num_videos: int
@@ -538,14 +542,10 @@ class FamilyEncoder(ABC):
         """Yield the pieces of a sample in order, each with its tokens as spans: those given of its
         media in their places. Raises SampleError."""
         check_sample(sample)
-        of_images, of_videos = iter(images), iter(videos)
+        of_kind: Mapping[type, Iterator[Iterable[Span]]] = {Image: iter(images), Video: iter(videos)}
         for part in self.parts(sample):
-            if isinstance(part, Image):
-                yield part, [*next(of_images)]
-            elif isinstance(part, Video):
-                yield part, [*next(of_videos)]
-            else:
-                yield part, self.texts.spans(part)
+            own = of_kind.get(type(part))
+            yield part, self.texts.spans(part) if own is None else [*next(own)]
 
 
 def _first_with_media(sample: SourceSample) -> int:
