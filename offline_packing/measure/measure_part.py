@@ -427,7 +427,8 @@ class Measuring:
             advance()
             group.append(_Found(number, record, self.source.key_prefix + record.key))
             held += record.locator.size
-            held += sum([len(one.data or b"") for one in record.embedded.values()])
+            for one in record.embedded.values():
+                held += len(one.data or b"")
             if len(group) == _RECORDS_PER_STEP or held > _BYTES_PER_STEP:
                 yield group
                 group, held = [], 0
@@ -542,10 +543,6 @@ class Measuring:
             turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
             at = at._replace(size=len(orjson.dumps([sample.system, sample.tools, turns])))
         media = [found.media[i] for i in kept]
-        prefix, leading, options = length.prefix, list[int](), found.sample.media_options
-        if prefix is not None:
-            videos = kept[len(sample.images) :]
-            leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
         sizes = [found.sizes[i] for i in kept if i < len(found.sizes)]
         return {
             "key": sample.key,
@@ -557,16 +554,34 @@ class Measuring:
             "num_turns": len(sample.turns),
             "unfit": self._layout.unfit(sample, sizes, self._model),
             "room": self._layout.added_tokens(sample, length.grid_thw, self._model),
-            "grid_thw": [number for grid in length.grid_thw for number in grid],
             "stamp": sample_stamp(self.source, at, [one.locator for one in media], self._time_of),
             "json": at,
-            "media": [(*one.locator, one.extension) for one in media],
-            "media_hash": [one.media_hash for one in media],
             "part": None if part is None else asdict(part.place),
-            **prefix_row(
-                prefix,
-                [found.media[i].media_hash for i in leading],
-                [found.media[i].same for i in leading],
-                [options[i] for i in leading],
-            ),
+            **(_media_columns(found, kept, sample, length) if kept else _NO_MEDIA),
         }
+
+
+#: Columns of a sample without media.
+_NO_MEDIA: Final[Row] = {"grid_thw": [], "media": [], "media_hash": [], **prefix_row(None, (), ())}
+
+
+def _media_columns(
+    found: _Found, kept: Sequence[int], sample: SourceSample, length: SampleLength
+) -> Row:
+    """Return the columns of a sample's media, those of its record that are `kept`."""
+    media, prefix, leading = [found.media[i] for i in kept], length.prefix, list[int]()
+    if prefix is not None:
+        videos = kept[len(sample.images) :]
+        leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
+    options = found.sample.media_options
+    return {
+        "grid_thw": [number for grid in length.grid_thw for number in grid],
+        "media": [(*one.locator, one.extension) for one in media],
+        "media_hash": [one.media_hash for one in media],
+        **prefix_row(
+            prefix,
+            [found.media[i].media_hash for i in leading],
+            [found.media[i].same for i in leading],
+            [options[i] for i in leading],
+        ),
+    }

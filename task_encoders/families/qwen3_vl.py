@@ -63,10 +63,10 @@ class Qwen3VLEncoder(QwenVLEncoder):
             line = "videos have outer vision tags, as transformers writes them since 5.10; for "
             yield f"{line}trainers with 4.57 to 5.9 set model.outer_video_tags: false", ""
 
-    def _placed(self, *given: Any) -> Iterator[tuple[Piece, Sequence[Span]]]:
+    def _placed(self, *given: Any) -> list[tuple[Piece, Sequence[Span]]]:
         """Put the `<` of a video's first time in front of the video if there are no outer tags, or
         into the last token of the text before it if both are one token."""
-        placed = [*super()._placed(*given)]
+        placed = super()._placed(*given)
         (opening,) = self.texts.spans(Text("<"))
         for i, (part, own) in enumerate([] if self.options.outer_video_tags else placed):
             before, spans = placed[i - 1] if i else (Text(""), [])
@@ -81,7 +81,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
                 *others, span = spans
                 ids = [*span.ids[: span.num_tokens - len(alone)], *joined]
                 placed[i - 1] = before, [*others, span._replace(ids=ids, num_tokens=len(ids))]
-        yield from placed
+        return placed
 
     def _sample_clip(self, header: VideoHeader, first: int) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.

@@ -83,7 +83,7 @@ class SampleError(ValueError):
         return type(self), (self.reason, self.detail)  # errors cross process boundaries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: making one would take four times as long
 class Turn:
     """One exchange. A caption or document is a turn whose prompt is not shown to the model."""
 
@@ -164,7 +164,7 @@ def _is_call(text: Any) -> bool:
     return isinstance(call, dict) and isinstance(call.get("name"), str)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # see Turn
 class SourceSample:
     """One conversation.
 

@@ -54,7 +54,10 @@ def check_cost(
     for turn in sample.turns:
         num_messages += 2 + len(turn.before)
         num_characters += len(turn.prompt) + len(turn.answer) + len(turn.thought or "")
-        num_characters += sum(map(len, turn.calls)) + sum(len(text) for _, text in turn.before)
+        for text in turn.calls:
+            num_characters += len(text)
+        for _, text in turn.before:
+            num_characters += len(text)
     num_characters += len(sample.system or "") + len(sample.tools)
     for what, value, option, limit in (
         ("images and videos", len(sample.media), "max_media", max_media),

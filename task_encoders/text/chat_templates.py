@@ -287,7 +287,9 @@ class ChatTemplate:
             elif not isinstance(part, _Words):
                 pieces.append(part)
             else:
-                text = part.begin + "".join(texts[number] + after for number, after in part.texts)
+                text = part.begin
+                for number, after in part.texts:
+                    text += texts[number] + after
                 if part.turn >= 0 and weights[part.turn]:
                     pieces.append(Answer(part.header, text, weights[part.turn]))
                 else:

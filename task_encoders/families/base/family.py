@@ -379,7 +379,7 @@ class FamilyEncoder(ABC):
             video = one.sample_video(header)
             media.append(Medium(video.grid, video))
         spans = [self.medium_spans(medium) for medium in media]
-        return media, [*self._placed(sample, spans[: len(of_images)], spans[len(of_images) :])]
+        return media, self._placed(sample, spans[: len(of_images)], spans[len(of_images) :])
 
     def _of_media(
         self, sample: SourceSample, num_images: int, num_videos: int
@@ -473,7 +473,7 @@ class FamilyEncoder(ABC):
         ]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
-        placed = [*self._placed(sample, of_images, of_videos)]
+        placed = self._placed(sample, of_images, of_videos)
         spans = [span for _, own in placed for span in own]
         tokens, loss_weights = tokens_and_weights(spans)
         video_end = getattr(self.options, "video_end", "longer_side")
@@ -538,14 +538,20 @@ class FamilyEncoder(ABC):
         sample: SourceSample,
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
-    ) -> Iterator[tuple[Piece, Sequence[Span]]]:
-        """Yield the pieces of a sample in order, each with its tokens as spans: those given of its
+    ) -> list[tuple[Piece, Sequence[Span]]]:
+        """Return the pieces of a sample in order, each with its tokens as spans: those given of its
         media in their places. Raises SampleError."""
         check_sample(sample)
-        of_kind: Mapping[type, Iterator[Iterable[Span]]] = {Image: iter(images), Video: iter(videos)}
+        of_images, of_videos = iter(images), iter(videos)
+        placed: list[tuple[Piece, Sequence[Span]]] = []
         for part in self.parts(sample):
-            own = of_kind.get(type(part))
-            yield part, self.texts.spans(part) if own is None else [*next(own)]
+            if isinstance(part, Image):
+                placed.append((part, [*next(of_images)]))
+            elif isinstance(part, Video):
+                placed.append((part, [*next(of_videos)]))
+            else:
+                placed.append((part, self.texts.spans(part)))
+        return placed
 
 
 def _first_with_media(sample: SourceSample) -> int:
