@@ -515,8 +515,9 @@ class Measuring:
             self.split += Counter(conversations=1, samples=len(parts))
         found.rows = [of_record | self._row(found, part) for part in parts or (None,)]
         self._diagnosis.add(found.number, record, sample, found.modes)
-        self.num_part_hashed += sum([one.locator.size > HASHED_BYTES for one in found.media])
-        self.num_weighted += any([turn.weight not in (0, 1) for turn in sample.turns])
+        for one in found.media:
+            self.num_part_hashed += one.locator.size > HASHED_BYTES
+        self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
 
     def _cut(self, found: _Found) -> Sequence[Part]:
         """Cut a conversation that fits no pack into parts; return none if it stays whole."""
@@ -569,7 +570,8 @@ def _media_columns(
     found: _Found, kept: Sequence[int], sample: SourceSample, length: SampleLength
 ) -> Row:
     """Return the columns of a sample's media, those of its record that are `kept`."""
-    media, prefix, leading = [found.media[i] for i in kept], length.prefix, list[int]()
+    media, prefix = [found.media[i] for i in kept], length.prefix
+    leading: list[int] = []
     if prefix is not None:
         videos = kept[len(sample.images) :]
         leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]

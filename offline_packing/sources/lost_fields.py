@@ -66,7 +66,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     form, task = form_of(content), sample.task
     names = form.names(content, task)
     used = {_base_name(name) for name in sample.media}
-    told = dict[str, str]()
+    told: dict[str, str] = {}
     if content.get("label") is False:
         told["label"] = "records say label: false, as preferences mark bad answers"
     prompt, answer = names.get("prompt"), names.get("answer")

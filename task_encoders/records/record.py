@@ -103,7 +103,8 @@ def to_sample(
     system = (beside or None) if draft.system is None else draft.system
     images = _one_list(content, "images", draft.images)
     videos = _one_list(content, "videos", draft.videos)
-    turns, inline, text = draft.turns, list[str](), shown_text(draft.turns, task)
+    inline: list[str] = []
+    turns, text = draft.turns, shown_text(draft.turns, task)
     if is_file is not None and ("<img>" in text or "![" in text):
         turns, inline = place_pictures(turns, task, is_file)
     if inline and images:

@@ -240,9 +240,7 @@ def check_sample(sample: SourceSample) -> None:
         texts = split_at_media(sample, sample.turns[0].answer)[::2]
         if sample.media and not any(map(str.strip, texts)):
             raise SampleError("empty_answer", "a caption has media and no text")
-    for kind, placeholder, names in sample.by_kind:
-        if kind == "video" and not names:
-            continue
+    for kind, placeholder, names in sample.by_kind if sample.videos else sample.by_kind[:1]:
         found = count_placeholders(sample.turns, placeholder, sample.task)
         if found not in (0, len(names)):
             why = "" if names else f"; name them, or write {placeholder} otherwise if it is text"
@@ -289,7 +287,7 @@ def count_placeholders(turns: Iterable[Turn], placeholder: str, task: str) -> in
 def media_in_front(sample: SourceSample) -> str:
     """Return placeholders for all images, then all videos, of each kind that no text places."""
     front = ""
-    for _, placeholder, names in sample.by_kind:
+    for _, placeholder, names in sample.by_kind if sample.media else ():
         if names and not count_placeholders(sample.turns, placeholder, sample.task):
             front += placeholder * len(names)
     return front
