@@ -448,7 +448,7 @@ class Measuring:
             found.rows = [dict(zip(names, map(escape, values), strict=True))]
 
     def _read_sample(self, found: _Found) -> None:
-        if isinstance(found.record.content, Mapping):
+        if not isinstance(found.record.content, SampleError):
             self.rated.update(found.record.content.get(RATED, ()))
         found.sample = self.source.sample(found.record, found.key)
 

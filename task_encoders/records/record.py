@@ -71,8 +71,7 @@ def decode_text(data: bytes) -> str:
 def own_key(content: Mapping[str, Any]) -> str:
     """Return the record's own key, its "id" if that is text or a whole number; else ""."""
     identity = content.get("id")
-    is_key = isinstance(identity, str | int) and not isinstance(identity, bool)
-    key = str(identity) if is_key else ""
+    key = str(identity) if type(identity) in (str, int) else ""
     return key if len(key) <= _MAX_KEY_LENGTH else ""
 
 

@@ -196,7 +196,7 @@ def check_runs(text: str) -> None:
     """Raise SampleError: too_costly for text that takes a tokenizer more than linear time, or the
     stack. Most texts are looked at in a few places: such a run holds one of every `limit`-th
     characters."""
-    for what, is_one, limit in _RUNS:
+    for what, is_one, limit in _RUNS if len(text) >= MAX_MARKS else ():
         if len(text) < limit or not any(map(is_one, text[::limit])):
             continue
         runs = itertools.groupby(map(bool, map(is_one, text)))

@@ -51,7 +51,9 @@ class TextSpans:
         rest."""
         if isinstance(piece, Answer):
             ids, begin = self._tokenizer.encode_answer(piece.header, piece.text)
-            parts = Span(ids[:begin], begin), Span(ids[begin:], len(ids) - begin, piece.weight)
+            header = Span(ids[:begin], begin)
+            del ids[:begin]  # a slice would copy all the others
+            parts = header, Span(ids, len(ids), piece.weight)
             return [part for part in parts if part.num_tokens]
         kept = self._kept.get(piece)
         if kept is not None:
