@@ -47,7 +47,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 DEFAULTS: Sections = {
     "pack": {"seq_length": 384, "max_set_aside": 1},
     "output": {"packs_per_shard": 2},
-    "engine": {"samples_per_part": 8},
+    "engine": {"samples_per_part": 10},
 }
 
 
@@ -114,7 +114,7 @@ def of_one_kind(run: Run) -> None:
 
 
 def of_few(run: Run) -> None:
-    """Packs hold two samples and two pictures at most, and some do."""
+    """Check that packs hold two samples and two pictures at most, and that some do."""
     counts = counts_of(run, "num_images")
     assert (max(map(len, counts)), max(map(sum, counts))) == (2, 2)
 
@@ -155,7 +155,7 @@ def used_twice(run: Run) -> None:
 
 
 def in_folders(run: Run) -> None:
-    """Shards lie two to a folder, and hold several packs, but not more than fit."""
+    """Check that shards are two to a folder, and hold several packs, but not more than fit."""
     folders = {path.parent for path in run.workspace.root.glob("train-*/*.tar")}
     assert len(folders) > 1
     assert {len([*folder.glob("*.tar")]) for folder in folders} <= {1, 2}
@@ -238,8 +238,8 @@ def broken(folder: Path) -> Source:
 
 
 def chosen(folder: Path) -> Source:
-    """Questions in groups of three, with a score and a rating of each turn; without turns of few
-    stars."""
+    """Write questions in groups of three, with a score and a rating of each turn, and leave out
+    turns of few stars."""
     rows = []
     for i in range(24):
         texts = dialogue(f"What is {i}?", f"It is {i}.", "Sure?", "Yes. " * (1 + i % 7))
@@ -251,7 +251,7 @@ def chosen(folder: Path) -> Source:
 
 
 def two(folder: Path) -> list[dict[str, Any]]:
-    """Two sources in different formats."""
+    """Write two sources in different formats."""
     first = formats.jsonl(folder / "first", formats.draw_samples(14))
     other = formats.webdataset(folder / "second", formats.draw_samples(8, seed=1))
     named = [{**first, "name": "first"}, {**other, "name": "second"}]
@@ -278,7 +278,7 @@ def skipping(folder: Path) -> Source:
 
 
 def of_index(folder: Path) -> Source:
-    """The index of another output, in object storage, and a source beside it."""
+    """Write the index of another output, to object storage, and a source beside it."""
     first, second = two(folder)
     pack_all(make_run(first, folder / "packed"))
     return [{"format": "index", "path": f"memory://{folder}/packed"}, second]
