@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,18 +41,14 @@ def test_ray_cluster() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Any]:
-    """A head that runs no tasks, and one node with one CPU."""
-    with nodes_apart(tmp_path / "nodes", 1) as cluster:
-        yield cluster
-
-
 @pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet"])
 @pytest.mark.exhaustive
-def test_a_cluster_that_is_lost(name: str, cluster: Any, tmp_path: Path) -> None:
+def test_a_cluster_that_is_lost(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.helpers.ray_clusters", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
+    with (
+        nodes_apart(tmp_path / "nodes", 1),
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver,
+    ):
         deadline = time.monotonic() + 120
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline, "no task began"
@@ -71,13 +66,6 @@ STAGES = ("_packing/index", "_packing/write")
 NODES = 3
 
 
-@pytest.fixture
-def nodes(object_store: ObjectStore, tmp_path: Path) -> Iterator[Any]:
-    """Three nodes that share no folder, whose tasks know the object storage."""
-    with nodes_apart(tmp_path / "nodes", NODES) as cluster:
-        yield cluster
-
-
 def has_begun(store: ObjectStore, stage: str) -> bool:
     """Whether a stage has written anything."""
     return any(not key.startswith("_") for key in store.keys(stage))
@@ -85,7 +73,7 @@ def has_begun(store: ObjectStore, stage: str) -> bool:
 
 @pytest.mark.exhaustive
 def test_nodes_without_a_common_folder(
-    nodes: Any, object_store: ObjectStore, bucket: str, tmp_path: Path
+    object_store: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     vqa_pairs(tmp_path / "data", 240)
     object_store.put_folder(tmp_path / "data", f"{bucket}/data")
@@ -98,13 +86,14 @@ def test_nodes_without_a_common_folder(
 
     pack_all(run_to("local", LocalEngine(0)))
     begun = (partial(has_begun, object_store, f"{bucket}/ray/{stage}") for stage in STAGES)
-    killer = kill_node_when(nodes, *begun)
-    with RayEngine(1) as engine:
-        pack_all(run_to("ray", engine))
-        assert verify(run_to("ray", engine)).ok
-    killer.join(timeout=300)
-    assert not killer.is_alive(), "no node was killed"
-    assert len(nodes.worker_nodes) == NODES - len(STAGES)
+    with nodes_apart(tmp_path / "nodes", NODES) as nodes:
+        killer = kill_node_when(nodes, *begun)
+        with RayEngine(1) as engine:
+            pack_all(run_to("ray", engine))
+            assert verify(run_to("ray", engine)).ok
+        killer.join(timeout=300)
+        assert not killer.is_alive(), "no node was killed"
+        assert len(nodes.worker_nodes) == NODES - len(STAGES)
     local, ray = (object_store.objects(f"{bucket}/{name}") for name in ("local", "ray"))
     assert len(local) > 20
     assert ray == local
