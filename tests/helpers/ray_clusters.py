@@ -47,7 +47,7 @@ def _find_processes(name: str) -> list[int]:
 
 @contextmanager
 def nodes_apart(folder: Path, count: int) -> Iterator[Any]:
-    """A cluster that drivers find while the block runs: `count` nodes of one CPU, each with a
+    """Start a cluster that drivers find while the block runs: `count` nodes of one CPU, each with a
     scratch folder of its own under `folder`, beside a head without any."""
     from ray.cluster_utils import Cluster
 
@@ -56,19 +56,14 @@ def nodes_apart(folder: Path, count: int) -> Iterator[Any]:
         head = {"num_cpus": 0, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
+            folder.mkdir()
             for _ in range(count):
-                add_node(cluster, folder)
+                with patch.dict(os.environ, {"TMPDIR": tempfile.mkdtemp(dir=folder)}):
+                    cluster.add_node(num_cpus=1)
             with patch.dict(os.environ, {"RAY_ADDRESS": cluster.address}):
                 yield cluster
         finally:
             cluster.shutdown()
-
-
-def add_node(cluster: Any, folder: Path) -> None:
-    """Add a node of one CPU with a scratch folder of its own under `folder`."""
-    folder.mkdir(exist_ok=True)
-    with patch.dict(os.environ, {"TMPDIR": tempfile.mkdtemp(dir=folder)}):
-        cluster.add_node(num_cpus=1)
 
 
 def kill_node_when(cluster: Any, *moments: Callable[[], bool]) -> threading.Thread:

@@ -1,12 +1,11 @@
 """Every law runs over every scenario, which is packed once."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offline_packing.runs.run import Run
-from tests.laws.kills import Moment, Mortal, make
+from tests.laws.kills import finished_run
 from tests.scenarios import SCENARIOS, Scenario
 from tests.world import World
 
@@ -23,22 +22,9 @@ def scenario(name: str) -> Scenario:
 
 
 @pytest.fixture
-def finished(name: str, scenario: Scenario, world: World) -> tuple[Run, list[Moment]]:
-    """The scenario's local output, packed and verified in one go, and its moments."""
-
-    def pack(folder: Path) -> list[Moment]:
-        engine = Mortal()
-        make(replace(scenario.run(world, folder), engine=engine))
-        return engine.moments
-
-    folder, moments = world.made(f"scenarios/{name}", pack)
-    return scenario.run(world, folder), [tuple(moment) for moment in moments]
-
-
-@pytest.fixture
-def whole(finished: tuple[Run, list[Moment]]) -> Run:
-    """The same run, to be read only."""
-    return finished[0]
+def whole(name: str, world: World) -> Run:
+    """The scenario's local output, to be read only."""
+    return finished_run(world, name)[0]
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
-"""Kills of a run in this process, at an advance of a task or in front of a file."""
+"""Scenarios that are packed already, and kills of a run in this process, at an advance of a task or
+in front of a file."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +16,20 @@ from offline_packing.verify.verdict import check
 from task_encoders.storage.remote_paths import RemotePath
 from tests.helpers.datasets import pack_all
 from tests.helpers.formats import WRITERS
+from tests.scenarios import FAMILIES_OF_SHORT, SCENARIOS
+from tests.world import World
 
 #: Scenarios for which workers are spawned and killed.
 EIGHT = ("bmr", "refer", "cut", "trees", "parquet", "repeat", "videos", "qwen3_vl")
 #: Scenarios of the samples of "bmr", of which the plan makes other packs: what measures and reads
 #: "bmr" does the same for them.
-PLANS = ("one kind", "locality", "few samples", "budget", "padding", "ranks", "strategy")
+PLANS = ("one kind", "locality", "few samples", "padding")
 #: Scenarios of the samples of "jsonl" in other formats: once packed, they are the same.
 FORMATS = tuple({*WRITERS} - {"jsonl", "pairs"})
+#: Scenarios of such samples of which some are left out or repeated.
+DRAWN = ("skip", "repeat", "weights", "mixture")
+#: Scenarios of other families, whose files are made as those of "tools".
+FAMILIES = tuple(FAMILIES_OF_SHORT)
 #: A stage's function, its task, and the advance of that task.
 Moment = tuple[str, str, int]
 #: The functions of the stages that advance, each with the files that are written when the stage is
@@ -80,6 +89,19 @@ def make(run: Run) -> None:
     with run.workspace.lock():
         pack_all(run)
         assert check(run).ok
+
+
+def finished_run(world: World, name: str) -> tuple[Run, list[Moment]]:
+    """Return a scenario's local output, packed and verified in one go, and its moments."""
+    scenario = SCENARIOS[name]
+
+    def pack(folder: Path) -> list[Moment]:
+        engine = Mortal()
+        make(replace(scenario.run(world, folder), engine=engine))
+        return engine.moments
+
+    folder, moments = world.made(f"scenarios/{name}", pack)
+    return scenario.run(world, folder), [tuple(moment) for moment in moments]
 
 
 def fatal_moments(moments: Iterable[Moment], function: str) -> list[Moment]:

@@ -16,7 +16,7 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import discard, verify
 from tests.helpers.datasets import index_rows, pack_all
 from tests.helpers.outputs import cut, files_of, flip
-from tests.laws.kills import PLANS, sample_of
+from tests.laws.kills import FAMILIES, PLANS, sample_of
 from tests.scenarios import SCENARIOS, SLOW, Scenario, packs_of
 from tests.world import copy_of
 
@@ -59,7 +59,7 @@ def fold(path: Path) -> None:
 EDITS: tuple[Callable[[Path], None], ...] = (flip, cut, methodcaller("unlink"), fold)
 
 
-@pytest.mark.parametrize("name", sample_of(SCENARIOS, SLOW, *PLANS))
+@pytest.mark.parametrize("name", sample_of(SCENARIOS, SLOW, *PLANS, *FAMILIES))
 def test_damage_is_found_and_repaired(name: str, whole: Run, place: str) -> None:
     """Of one file, or of three at once, where the first may have recorded what the others were."""
     run, dice = copy_of(whole, place), random.Random(name)

@@ -29,7 +29,7 @@ from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.peers import inputs_of
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import tiny_model
-from tests.laws.kills import EIGHT, FORMATS, PLANS, sample_of
+from tests.laws.kills import DRAWN, EIGHT, FAMILIES, FORMATS, PLANS, sample_of
 from tests.scenarios import SCENARIOS, packs_of
 from tests.world import at, copy_of, task_encoder
 
@@ -45,7 +45,7 @@ BY_ENERGON = [
 OF_TRANSFORMERS = [name for name in SCENARIOS if name != "llava_onevision2"]
 #: Scenarios whose packs hold the samples of other ones, stored elsewhere or in other shards.
 STORED = (
-    *("our packs", "index", "from memory", "to S3", "folders", "small shards", "refer to tars"),
+    *("our packs", "index", "from memory", "to S3", "small shards", "refer to tars"),
     "trees, referred to, in memory",
 )
 
@@ -75,7 +75,7 @@ def test_rows_are_as_they_were_measured(whole: Run) -> None:
     assert found > 3
 
 
-@pytest.mark.parametrize("name", sample_of(BY_ENERGON, *PLANS, *FORMATS))
+@pytest.mark.parametrize("name", sample_of(BY_ENERGON, *PLANS, *FORMATS, *DRAWN, *FAMILIES))
 def test_energon_and_numbers_give_the_same(whole: Run, place: str) -> None:
     run = copy_of(whole, place)
     check_energon(run, workers=0)
@@ -144,7 +144,7 @@ def losses_alone(model: Any, inputs: dict[str, Any], labels: torch.Tensor) -> to
     return F.cross_entropy(logits, labels[places + 1], reduction="none")
 
 
-@pytest.mark.parametrize("name", sample_of(OF_TRANSFORMERS, *PLANS, *FORMATS, *STORED))
+@pytest.mark.parametrize("name", sample_of(OF_TRANSFORMERS, *PLANS, *FORMATS, *DRAWN, *STORED))
 @torch.no_grad()
 def test_the_loss_of_a_pack_is_that_of_its_samples(whole: Run, tmp_path: Path) -> None:
     """Of the pack with most samples, each read from the source again."""

@@ -16,12 +16,15 @@ from tests.helpers.datasets import pack_all
 from tests.helpers.outputs import files_of
 from tests.laws.kills import (
     EIGHT,
+    FAMILIES,
+    FORMATS,
     PLANS,
     STAGES,
     Killed,
     Moment,
     Mortal,
     fatal_moments,
+    finished_run,
     killed_before,
     make,
     sample_of,
@@ -39,23 +42,31 @@ def trained_files(root: Path) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name not in apart}
 
 
-@pytest.mark.parametrize("name", sample_of(SCENARIOS, SLOW, *PLANS))
+@pytest.mark.parametrize("name", sample_of(SCENARIOS, SLOW, *PLANS, *FAMILIES))
 def test_parts_of_another_size(scenario: Scenario, world: World, whole: Run, place: str) -> None:
-    pack_all(other := scenario.run(world, place, engine={"samples_per_part": 4}))
+    """All samples in a part, or as many as the source's files allow."""
+    pack_all(other := scenario.run(world, place, engine={"samples_per_part": 1000}))
     found, expected = trained_files(other.workspace.root), trained_files(whole.workspace.root)
     assert len(found) > 4
     assert found == expected
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", sample_of(SCENARIOS, SLOW))
-def test_killed_at_every_stage(
-    name: str, every: bool, finished: tuple[Run, list[Moment]], place: str
-) -> None:
+#: Scenarios whose files are made as those of others.
+ALIKE = (SLOW, *PLANS, *FORMATS, *FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        *((name, False) for name in SCENARIOS if name not in ALIKE),
+        *(pytest.param(n, n not in ALIKE, marks=pytest.mark.exhaustive) for n in SCENARIOS),
+    ],
+)
+def test_killed_at_every_stage(name: str, every: bool, world: World, place: str) -> None:
     """Killed at the first, the middle and the last advance of each stage, and before the files that
     say that the stage is complete, or at one of these moments; each run goes on where the last one
     was killed."""
-    (whole, moments), dice = finished, random.Random(name)
+    (whole, moments), dice = finished_run(world, name), random.Random(name)
     packs = sum(require_manifest(whole.workspace.root).counts.packs.values())
     functions = Counter(function for function, *_ in moments)  # the bars advance by packs
     assert functions["write_shard"] == functions["verify_shard"] == packs
@@ -71,17 +82,16 @@ def test_killed_at_every_stage(
     assert files_of(run.workspace.root) == files_of(whole.workspace.root)
 
 
-@pytest.fixture(scope="module")
-def workers():  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    "names", [EIGHT[:-1], pytest.param(EIGHT[-1:], marks=pytest.mark.exhaustive)]
+)
+def test_spawned_workers(names: tuple[str, ...], world: World, tmp_path: Path) -> None:
+    """The same workers for all of them: each imports for seconds; for the last, transformers."""
     with LocalEngine(2) as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("name", EIGHT)
-def test_spawned_workers(whole: Run, place: str, workers: LocalEngine) -> None:
-    run = replace(at(whole, place), engine=workers)
-    make(run)
-    assert files_of(run.workspace.root) == files_of(whole.workspace.root)
+        for name in names:
+            whole, _ = finished_run(world, name)
+            make(run := replace(at(whole, tmp_path / name), engine=engine))
+            assert files_of(run.workspace.root) == files_of(whole.workspace.root), name
 
 
 @pytest.mark.parametrize("name", sample_of(EIGHT, *EIGHT[3:]))

@@ -219,7 +219,7 @@ def test_metadata_that_are_nested_deeply(base: Path, tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(i, marks=[pytest.mark.exhaustive] * (i > 0)) for i in range(0, 600, 25)],
+    [pytest.param(i, marks=[pytest.mark.exhaustive] * (i > 0)) for i in range(0, 300, 25)],
 )
 def test_mutated(first: int, base: Path, tmp_path: Path) -> None:
     for seed in range(first, first + 25):

@@ -16,13 +16,12 @@ from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import local_copy, scratch_folder, write_atomically
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
-from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import path_of
 from tests.helpers.command import Command
-from tests.helpers.datasets import config_file, pack_all, packed_run
+from tests.helpers.datasets import config_file, pack_all
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of, shard_files
-from tests.world import World, at, copy_of
+from tests.helpers.outputs import files_of
+from tests.world import World, at
 
 
 @pytest.fixture
@@ -37,19 +36,6 @@ def local(world: World) -> Run:
 def remote(local: Run, bucket: str) -> Run:
     """The same, not packed yet."""
     return at(local, f"{bucket}/out")
-
-
-def test_stages_of_an_index(local: Run, bucket: str, tmp_path: Path) -> None:
-    """An index in object storage gives the shards that the same local one gives."""
-    found = []
-    for run in (local, copy_of(local, f"{bucket}/all")):
-        source = {"format": "index", "path": run.config.output.path, "name": "it"}
-        stage = packed_run(source, tmp_path / f"{len(found)}", pack={"seq_length": 256})
-        found.append(shard_files(stage))
-        del found[-1]["manifest.json"]  # it names the index
-    assert verify(stage, deep=True).ok
-    assert found[0] == found[1]
-    assert len(found[0]) > 2
 
 
 def test_an_output_in_a_bucket(

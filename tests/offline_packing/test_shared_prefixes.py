@@ -11,11 +11,9 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from megatron.energon import WorkerConfig, get_loader, get_train_dataset
+from megatron.energon import get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
-from offline_packing.errors import StageError
-from offline_packing.export.export import export
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.report.pages import render_packs
@@ -27,12 +25,12 @@ from offline_packing.runs.run import Run
 from offline_packing.upkeep.blend import blend
 from offline_packing.verify.verify import verify
 from task_encoders import concatenate
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettingsError
 from task_encoders.storage.energon_paths import energon_path
 from tests.helpers.datasets import index_rows, packed_run
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.outputs import members_of, samples_of
 from tests.helpers.pages import Elements
 from tests.helpers.shared_media import MODEL
@@ -109,15 +107,6 @@ def test_verify_sees_what_is_not_as_planned(
     assert any("it has other position_ids and pixel_values than" in one for one in problems)
 
 
-def loaded(root: Path, encoder: PackedTaskEncoder, dataset_of: Any, **given: Any) -> list[Any]:
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = dataset_of(root, task_encoder=encoder, worker_config=config, **given)
-    return list(get_loader(dataset))
-
-
-ONCE = {"repeat": False}
-
-
 @pytest.mark.parametrize("media", ["refer", pytest.param("copy", marks=pytest.mark.exhaustive)])
 def test_every_reader_refuses_packs_that_it_does_not_know(
     media: str, world: World, tmp_path: Path
@@ -131,9 +120,9 @@ def test_every_reader_refuses_packs_that_it_does_not_know(
     by_energon: Any = energon_path(root)
     plain = {"batch_size": 1, "shuffle_buffer_size": None, "max_samples_per_sequence": None}
     readers: list[Callable[[PackedTaskEncoder], Any]] = [
-        lambda encoder: loaded(by_energon, encoder, get_train_dataset, **plain, **ONCE),
-        lambda encoder: loaded(root, encoder, get_packed_train_dataset, **ONCE),
-        lambda encoder: loaded(blended, encoder, get_packed_train_dataset, **ONCE),
+        lambda encoder: batches_of(by_energon, encoder, dataset_of=get_train_dataset, **plain),
+        lambda encoder: batches_of(root, encoder),
+        lambda encoder: batches_of(blended, encoder),
         lambda encoder: list(map(PackedFolder(root, encoder).row, range(2))),
         lambda encoder: PackedFolder(root, encoder).batch([0, 1]),
         lambda encoder: list(map(PackedFolder(blended, encoder).row, range(5))),
@@ -142,20 +131,16 @@ def test_every_reader_refuses_packs_that_it_does_not_know(
         with pytest.raises(Refusal, match=REFUSED):
             read(old)
         assert read(new), number
-    batches = loaded(blended, new, get_packed_train_dataset, micro_batch_size=2, **ONCE)
+    batches = batches_of(blended, new, micro_batch_size=2)
     keys = Counter(key for batch in batches for key in batch.sub_sample_keys)
     assert (len(keys), *{*keys.values()}) == (NUM_SAMPLES, 2)
     settings = {"seq_length": SEQ_LENGTH, "settings": old.settings, "trees": False}
     online = OnlineTaskEncoder(**MODEL, **settings)
     with pytest.raises(Refusal, match=REFUSED):
-        loaded(Path(str(by_energon)), online, get_online_train_dataset, **ONCE)
+        batches_of(str(by_energon), online, dataset_of=get_online_train_dataset)
 
 
-def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
-    shared: Run, plain: Run, tmp_path: Path
-) -> None:
-    with pytest.raises(StageError, match=r"share prefixes \(pack.share_prefixes\)"):
-        export(shared.workspace.root, tmp_path / "raw_packing_data")
+def test_they_are_packed_again_as_whole_samples(shared: Run, plain: Run, tmp_path: Path) -> None:
     packs = {"format": "packs", "path": str(shared.workspace.root), "task": "vqa"}
     runs = [packed_run(packs, tmp_path / f"{own}", **options(share=own)) for own in (False, True)]
     assert [verify(run, deep=True).problems for run in runs] == [[], []]

@@ -35,7 +35,8 @@ def square(number: int) -> int:
 
 
 def die_once(marker: Path) -> int:
-    """A worker that is killed from outside while it is at work, the first time."""
+    """End this worker, the first time, as if it was killed from outside while it is at work."""
+    advance()
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -53,9 +54,12 @@ def test_results_and_failures(engine: RayEngine) -> None:
 
 
 def test_killed_worker(engine: RayEngine, tmp_path: Path) -> None:
-    (found,) = engine.run(die_once, [tmp_path / "died"])
+    """What it had told of its progress does not count."""
+    told: list[int] = []
+    (found,) = engine.run(die_once, [tmp_path / "died"], told.append)
     assert found != os.getpid()
     assert (tmp_path / "died").exists()
+    assert sum(told) == 1
 
 
 def test_an_option_that_ray_lacks() -> None:

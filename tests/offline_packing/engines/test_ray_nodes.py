@@ -1,11 +1,10 @@
-"""Nodes of a Ray cluster come and die while tasks run on them, also where sources and output are in
-object storage; a lost cluster is named."""
+"""Nodes of a Ray cluster die while tasks run on them, with sources and output in object storage; a
+lost cluster is named."""
 
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from offline_packing.engines import Engine
-from offline_packing.engines.local import LocalEngine, advance
+from offline_packing.engines.local import LocalEngine
 from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
@@ -42,59 +41,14 @@ def test_ray_cluster() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-TASKS = 8
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Any]:
-    """A head that runs no tasks, and one node with one CPU."""
-    with nodes_apart(tmp_path / "nodes", 1) as cluster:
-        yield cluster
-
-
-def attempt(task: tuple[Path, int]) -> int:
-    """Leave a file per attempt, named by task and node. None ends before a node was killed, nor on
-    that node: its workers outlive it by moments."""
-    import ray
-
-    folder, number = task
-    advance()
-    node = ray.get_runtime_context().get_node_id()
-    (folder / f"{number} {node}").touch()
-    deadline = time.monotonic() + 120
-    while not [path for path in folder.glob("killed *") if node not in path.name]:
-        assert time.monotonic() < deadline, "no node was killed"
-        time.sleep(0.05)
-    advance()
-    return number
-
-
-@pytest.mark.exhaustive
-def test_a_node_joins_and_another_dies(cluster: Any, tmp_path: Path) -> None:
-    (first,) = cluster.worker_nodes
-    told: list[int] = []
-
-    def listen(count: int) -> None:
-        told.append(count)
-        nodes = {path.name.split()[1] for path in tmp_path.glob("[0-9] *")}
-        if len(nodes) == 1 and len(cluster.worker_nodes) == 1:
-            cluster.add_node(num_cpus=1)
-        elif len(nodes) == 2 and first in cluster.worker_nodes:
-            cluster.remove_node(first, allow_graceful=False)
-            (tmp_path / f"killed {first.node_id}").touch()
-
-    with RayEngine(1) as engine:
-        results = list(engine.run(attempt, [(tmp_path, i) for i in range(TASKS)], listen))
-    assert sorted(results) == list(range(TASKS))
-    assert sum(told) == 2 * TASKS, "an attempt that was lost does not count"
-    assert len(list(tmp_path.glob("[0-9] *"))) == TASKS + 1, "only the dead node's task ran again"
-
-
 @pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet"])
 @pytest.mark.exhaustive
-def test_a_cluster_that_is_lost(name: str, cluster: Any, tmp_path: Path) -> None:
+def test_a_cluster_that_is_lost(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.helpers.ray_clusters", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
+    with (
+        nodes_apart(tmp_path / "nodes", 1),
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver,
+    ):
         deadline = time.monotonic() + 120
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline, "no task began"
@@ -112,13 +66,6 @@ STAGES = ("_packing/index", "_packing/write")
 NODES = 3
 
 
-@pytest.fixture
-def nodes(object_store: ObjectStore, tmp_path: Path) -> Iterator[Any]:
-    """Three nodes that share no folder, whose tasks know the object storage."""
-    with nodes_apart(tmp_path / "nodes", NODES) as cluster:
-        yield cluster
-
-
 def has_begun(store: ObjectStore, stage: str) -> bool:
     """Whether a stage has written anything."""
     return any(not key.startswith("_") for key in store.keys(stage))
@@ -126,7 +73,7 @@ def has_begun(store: ObjectStore, stage: str) -> bool:
 
 @pytest.mark.exhaustive
 def test_nodes_without_a_common_folder(
-    nodes: Any, object_store: ObjectStore, bucket: str, tmp_path: Path
+    object_store: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     vqa_pairs(tmp_path / "data", 240)
     object_store.put_folder(tmp_path / "data", f"{bucket}/data")
@@ -139,13 +86,14 @@ def test_nodes_without_a_common_folder(
 
     pack_all(run_to("local", LocalEngine(0)))
     begun = (partial(has_begun, object_store, f"{bucket}/ray/{stage}") for stage in STAGES)
-    killer = kill_node_when(nodes, *begun)
-    with RayEngine(1) as engine:
-        pack_all(run_to("ray", engine))
-        assert verify(run_to("ray", engine)).ok
-    killer.join(timeout=300)
-    assert not killer.is_alive(), "no node was killed"
-    assert len(nodes.worker_nodes) == NODES - len(STAGES)
+    with nodes_apart(tmp_path / "nodes", NODES) as nodes:
+        killer = kill_node_when(nodes, *begun)
+        with RayEngine(1) as engine:
+            pack_all(run_to("ray", engine))
+            assert verify(run_to("ray", engine)).ok
+        killer.join(timeout=300)
+        assert not killer.is_alive(), "no node was killed"
+        assert len(nodes.worker_nodes) == NODES - len(STAGES)
     local, ray = (object_store.objects(f"{bucket}/{name}") for name in ("local", "ray"))
     assert len(local) > 20
     assert ray == local

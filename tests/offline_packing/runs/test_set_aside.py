@@ -94,24 +94,35 @@ def test_one_source_of_two_is_lost(tmp_path: Path, command: Command) -> None:
 
 
 def test_too_many_of_a_source(tmp_path: Path, command: Command) -> None:
-    """The limit, how to go on, and that going on neither measures nor plans again; what measure
-    and plan left out counts, what the configuration leaves out does not."""
+    """The list of them, the limit, how to go on, and that going on neither measures nor plans
+    again; what measure and plan left out counts, what the configuration leaves out does not."""
     root = captioning_pairs(tmp_path / "data", 36)
-    for i in range(2):
-        (root / f"broken{i}.json").write_text("{")
+    broken = [root / f"{name}.json" for name in ("broken", 'with "quotes", commas')]
+    for path in broken:
+        path.write_text("{")
     write_json(root / "long.json", {"caption": "red " * 900})
     (root / "long.jpg").write_bytes(image_bytes())
     config = config_of(tmp_path, root)
+    status, _, error = command("set-aside", config)
+    assert (status, "run measure first" in error) == (1, True)
     status, out, error = command("run", config)
     assert status == 1
     assert (
         "error: 3 of 39 samples (7.7%) are set aside, more than pack.max_set_aside=0.05: "
-        "bad_json 2, overlong 1; for example 'broken0' in " in error
+        "bad_json 2, overlong 1; for example 'broken' in " in error
     )
     assert "go on with pack.max_set_aside=0.077" in error
     assert "set aside by the plan, for example:\n  overlong                   1  'long' in " in out
     assert "raise pack.seq_length or lower model.max_pixels" in out
     assert "go on with pack.max_set_aside=0.077" in command("write", config)[2]
+    listed = csv.DictReader(io.StringIO(command("set-aside", config, "--csv")[1]))
+    assert [(row["key"], row["source"], row["reason"]) for row in listed] == [
+        *((path.stem, str(root), "bad_json") for path in broken),
+        ("long", str(root), "overlong"),
+    ]
+    out = command("set-aside", config, "--reason", "overlong")[1]
+    assert [line.split("\t")[::2] for line in out.splitlines()] == [["long", "overlong"]]
+    assert command("set-aside", config, "--reason", "nonsense")[0] == 2
     assert not list((tmp_path / "out").glob("*.tar"))
     plan = (tmp_path / "out/_packing/plan.json").stat().st_mtime_ns
     status, out, error = command("run", config, "pack.max_set_aside=0.077")
@@ -120,7 +131,7 @@ def test_too_many_of_a_source(tmp_path: Path, command: Command) -> None:
     # What is complete stays so.
     assert command("run", config)[0] == 0
     shutil.rmtree(tmp_path / "out")
-    for path in root.glob("broken*"):
+    for path in broken:
         path.unlink()
     status, out, error = command("run", config, "source.repeat=0.5")
     assert status == 0, error
@@ -148,27 +159,6 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(
     assert "measure: warning: field " in shown
     assert shown.count("x1b[2J") > 4
     assert not {"\x1b", "\x9b", "\u202e"} & set(shown)
-
-
-def test_list_of_what_is_set_aside(tmp_path: Path, command: Command) -> None:
-    root = captioning_pairs(tmp_path / "data", 30)
-    (root / 'with "quotes", commas.json').write_text("{")
-    write_json(root / "long.json", {"caption": "red " * 900})
-    (root / "long.jpg").write_bytes(image_bytes())
-    config = config_of(tmp_path, root)
-    status, _, error = command("set-aside", config)
-    assert (status, "run measure first" in error) == (1, True)
-    command("measure", config)
-    command("plan", config)
-    _, out, _ = command("set-aside", config, "--csv")
-    rows = list(csv.DictReader(io.StringIO(out)))
-    assert [(row["key"], row["source"], row["reason"]) for row in rows] == [
-        ('with "quotes", commas', str(root), "bad_json"),
-        ("long", str(root), "overlong"),
-    ]
-    _, out, _ = command("set-aside", config, "--reason", "overlong")
-    assert [line.split("\t")[::2] for line in out.splitlines()] == [["long", "overlong"]]
-    assert command("set-aside", config, "--reason", "nonsense")[0] == 2
 
 
 @pytest.mark.parametrize(

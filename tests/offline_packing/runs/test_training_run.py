@@ -126,6 +126,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.parametrize("state", ["written"], indirect=True)
 @pytest.mark.parametrize(("place", "value", "named"), HOSTILE, ids=lambda one: repr(one)[:40])
 def test_a_state_is_checked_before_it_is_used(
     place: str, value: Any, named: str, packed: Run, state: dict[str, Any], tmp_path: Path

@@ -5,13 +5,11 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from megatron.energon import WorkerConfig, get_loader
 
 import offline_packing
 from offline_packing.config.packing import parse_config
@@ -22,12 +20,13 @@ from offline_packing.runs.artifacts import open_plan
 from offline_packing.storage.receipts import Started
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all, packed_run
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.formats import of_lines
 from tests.helpers.outputs import reopen
 from tests.world import World
@@ -39,13 +38,12 @@ def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object])
     return tmp_path / name
 
 
-def read_from(path: Path, **options: Any) -> Any:
-    """The dataset that a trainer opens at a blend."""
+def read_from(path: Path, **options: Any) -> list[PackedBatch]:
+    """Return batches that a trainer reads from a blend."""
     encoder = PackedTaskEncoder(
         seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
     )
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    return get_packed_train_dataset(path, encoder, worker_config=config, **options)
+    return batches_of(path, encoder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,7 @@ def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
     weights = [entry["weight"] for entry in splits["train"]["blend"]]
     assert weights[0] > weights[1] > 0
     assert [entry["path"] for entry in splits["val"]["blend"]] == [*map(str, outputs)]
-    rows = islice(get_loader(read_from(path)), 4 * sum(weights))
+    rows = read_from(path, repeat=True, count=4 * sum(weights))
     drawn = Counter(Path(key).name[0] for row in rows for key in row.__key__)
     share = drawn["a"] / sum(drawn.values())
     assert abs(share - weights[0] / sum(weights)) < 0.15
@@ -107,8 +105,7 @@ def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> 
     path.write_text(blend(outputs, each_once=True))
     splits = yaml.safe_load(path.read_text())["splits"]
     assert [entry["repetitions"] for entry in splits["train"]["blend_epochized"]] == [1, 1]
-    read = get_packed_loader(read_from(path, repeat=False))
-    keys = [key for row in read for key in row.__key__]
+    keys = [key for row in read_from(path) for key in row.__key__]
     assert len(set(keys)) == len(keys)
 
 
@@ -128,8 +125,8 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{8}_ps_00000000", keys["a"][0])
     path = tmp_path / "blend.yaml"
     path.write_text(blend([tmp_path / "a", tmp_path / "b"]))
-    loader = iter(get_loader(read_from(path)))
-    drawn = {next(loader).__key__[0] for _ in range(12 * len(keys["a"]))}
+    rows = read_from(path, repeat=True, count=12 * len(keys["a"]))
+    drawn = {row.__key__[0] for row in rows}
     assert drawn == {f"{tmp_path}/{name}/{key}" for name in "ab" for key in keys[name]}
 
 
