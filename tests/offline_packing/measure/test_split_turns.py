@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.export.export import export
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.report.preview import preview
@@ -141,27 +141,6 @@ def test_tools_and_thoughts(context_turns: int, world: World, tmp_path: Path) ->
         assert len(shown) in (0, 2 * context_turns)
 
 
-@pytest.mark.parametrize(
-    ("context_turns", "sections", "message"),
-    [
-        (2, {"pack": {"on_overlong": "set_aside"}}, "split_turns has no effect with"),
-        (0, {"model": {"loss_on": "last"}}, "loss_on=last"),
-        (
-            2,
-            {"output": {"layout": "loongforge"}},
-            "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
-        ),
-        (1, {"source": {"task": "captioning"}}, "all text of a document is trained"),
-    ],
-)
-def test_what_is_refused(
-    context_turns: int, sections: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    pack = {"split_turns": {"context_turns": context_turns}, **sections.pop("pack", {})}
-    with pytest.raises(ConfigError, match=message):
-        run_of(tmp_path, [], pack=pack, **sections)
-
-
 NINE = [25] * 9
 
 
@@ -248,10 +227,10 @@ def slow_parts(
 
 PICTURES = [image_bytes(width, height) for height, width in SIZES]
 #: conversations of the exhaustive cases; FUZZED_SAMPLES=2000 takes five CPU minutes
-MANY = int(os.environ.get("FUZZED_SAMPLES", "100"))
+MANY = int(os.environ.get("FUZZED_SAMPLES", "60"))
 LENGTHS: list[tuple[dict[str, Any], str, int]] = [
-    ({"seq_length": 256, "split_turns": {"context_turns": 1}}, "vqa", 8),
-    ({"seq_length": 512, "budgets": {"images": 2}}, "bmr", 6),
+    ({"seq_length": 256, "split_turns": {"context_turns": 1}}, "vqa", 6),
+    ({"seq_length": 512, "budgets": {"images": 2}}, "bmr", 5),
     ({"seq_length": 1024, "split_turns": {"context_turns": 2}}, "bmr", 4),
 ]
 
@@ -311,7 +290,8 @@ def documents(count: int) -> list[Record]:
 
 def test_long_documents_are_cut(tmp_path: Path) -> None:
     """Every token that carries loss is trained once, but the end tokens of parts that go on; every
-    picture stands in front of its own paragraph."""
+    picture stands in front of its own paragraph. An export takes no documents; packs are read again
+    as they are."""
     records = documents(12)
     run = run_of(tmp_path, records, source=OF_TEXTS)
     manifest = pack_all(run)
@@ -343,22 +323,6 @@ def test_long_documents_are_cut(tmp_path: Path) -> None:
     assert re.search(r"\[image \dx\d", text)
     assert "[text: <image>]" not in text
     assert manifest.counts.records["packed"] == len(records)
-
-
-def test_what_takes_no_documents(tmp_path: Path) -> None:
-    """Two layouts take texts alone, and an export nothing; packs are read again as they are."""
-    records = [
-        {"id": "a", "text": "One <image> two", "images": ["0.jpg"]},
-        {"id": "b", "text": "Alone", "images": ["2.jpg"]},
-    ]
-    for layout in ("loongforge", "llava_onevision"):
-        sections = {"output": {"layout": layout}, "pack": {"on_overlong": "set_aside"}}
-        run = run_of(tmp_path / layout, records, source=OF_TEXTS, **sections)
-        assert pack_all(run).counts.records == {}
-        (lost,) = set_aside_in_plan(run)
-        assert lost["key"] == "a"
-        assert "<image> in an answer or document" in lost["detail"]
-    pack_all(run := run_of(tmp_path, documents(8), source=OF_TEXTS))
     with pytest.raises(StageError, match="holds a document, or a part of one, 'd"):
         export(run.workspace.root, tmp_path / "files", progress=False)
     source = {"format": "packs", "path": str(run.workspace.root), "task": "captioning"}
@@ -368,4 +332,3 @@ def test_what_takes_no_documents(tmp_path: Path) -> None:
         for one in (run, again)
     )
     assert first == second
-    assert any(turns[0].truncated for _, turns, _ in first)
