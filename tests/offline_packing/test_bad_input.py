@@ -134,6 +134,7 @@ BAD: dict[str, dict[str, Any]] = {
     },
     "image_too_large": {
         "image_bomb": (record(), {".png": png(60_000, 60_000, b"", 2)}),
+        "image_large": (record(), {".png": png(3_000, 3_000, b"", 2)}),
     },
     "too_costly": {
         "image_fills": (record(), {".jpg": b"\xff\xd8" + b"\xff" * 40_000}),

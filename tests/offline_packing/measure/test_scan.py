@@ -19,6 +19,7 @@ from offline_packing.sources.formats import jsonl as jsonl_module
 from offline_packing.sources.formats.pairs import PairsSource
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import container_hash
+from offline_packing.sources.roots.roots import MediaRoot
 from task_encoders.samples import SampleError
 from tests.helpers import formats
 from tests.helpers.accounting import measuring_of, open_one
@@ -218,6 +219,13 @@ class Listed(PairsSource):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("root")
+
+
+def test_files_are_listed_before_folders_and_by_stem(tmp_path: Path) -> None:
+    names = ["a.jpg", "a.json", "a-.json", "b", "z", "a/a", "a/b.json", "a/b/c", "a-/a"]
+    for name in names:
+        formats.write_file(tmp_path / name, b"")
+    assert [name for name, *_ in listing.walk(MediaRoot(tmp_path))] == names
 
 
 @OFTEN
