@@ -51,9 +51,11 @@ from tests.world import World
 
 
 def test_what_is_said_of_it(tmp_path: Path) -> None:
+    """A turn that is too long by itself is set aside; a conversation of such turns only, or of one,
+    stays whole."""
     records = conversations(11, seed=3, most=40)
     records[7]["messages"][-1]["content"] = " ".join(WORDS * 40)
-    records.append({"id": "alone", "messages": dialogue("All?", " ".join(WORDS * 40))})
+    records += [spoken(900, key="alone"), spoken(900, 800, key="none fits")]
     packed = run_of(tmp_path, records, output={"packs_per_shard": 4})
     pack_all(packed)
     info = open_index(packed).info
@@ -68,30 +70,12 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     counts = read_json(packed.workspace.manifest)["counts"]
     lost = [row["key"] for row in set_aside_in_plan(packed)]
     whole = [key for key in lost if "[" not in key]
-    assert whole == ["alone"] != lost
-    assert counts["records"] == {"read": 12, "packed": 11, "set_aside": 1}
+    assert whole == ["alone", "none fits"] != lost
+    assert counts["records"] == {"read": 13, "packed": 11, "set_aside": 2}
     assert counts["samples"] == counts["packed"] + len(lost) == info.num_samples
-    assert "12 = 11 in packs + 1 set aside" in render_result(verify(packed), deep=False)
+    assert "13 = 11 in packs + 2 set aside" in render_result(verify(packed), deep=False)
     told = ", and cut conversations and documents that fit no pack\n"
     assert preview_measure(run_of(tmp_path, records, "new")).endswith(told)
-
-
-def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
-    """It is set aside, or its answer cut where a token ends; a conversation of such turns only, or
-    of one, stays whole."""
-    records = [
-        spoken(20, 900, 30, key="a"),
-        spoken(900, 800, key="b"),
-        spoken(900, key="c"),
-        spoken(20, key="d"),
-    ]
-    records[0]["messages"][3]["content"] = "Überlänge, 長い " * 300
-    run = run_of(tmp_path, records)
-    manifest = pack_all(run)
-    assert [row["key"] for row in index_rows(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
-    lost = {row["key"]: row["detail"] for row in set_aside_in_plan(run)}
-    assert lost.keys() == {"a[1:2]", "b", "c"}
-    assert manifest.counts.records == {"read": 4, "packed": 2, "set_aside": 2}
 
 
 def answered(text: str, thought: str) -> dict[str, Any]:
