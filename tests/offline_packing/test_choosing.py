@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.index.chosen import left_out
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure import measure as stage
@@ -32,7 +32,6 @@ from tests.helpers.datasets import (
     dialogue,
     image_bytes,
     index_rows,
-    make_config,
     make_run,
     outcomes,
     pack_all,
@@ -79,13 +78,16 @@ FILTERS = [
     [["relevance_min", ">=", 3]],
     [["visual_dependency_min", ">", 2], ["source", "in", ["ai2d", "chart qa"]]],
     [[["source", "==", "web"], ["relevance_min", "<", 3]], [["relevance_min", "=", 5]]],
-    [["source", "!=", "web"]],
+    [["source", "!=", "web"], ["relevance_min", ">=", 2]],
 ]
 
 
 def test_filters_choose_as_many_as_pyarrow(tmp_path: Path, monkeypatch: Any) -> None:
-    """From one index, and in the splits that the samples had without a filter."""
-    source = finevision(tmp_path / "data", finevision_rows(), keep=KEEP)
+    """From one index, and in the splits that the samples had without a filter. The others have a
+    reason: a null, or the filter."""
+    rows = finevision_rows()
+    rows[0]["relevance_min"] = None
+    source = finevision(tmp_path / "data", rows, keep=KEEP)
     output = {"split": {"train": 0.5, "val": 0.5}}
 
     def run_of(where: Any) -> Run:
@@ -113,14 +115,6 @@ def test_filters_choose_as_many_as_pyarrow(tmp_path: Path, monkeypatch: Any) -> 
     assert manifest.config["pack"]["where"] == where
     check_set_aside(run)
     assert samples.info == open_index(run).info
-
-
-def test_nulls_fail_and_are_counted(tmp_path: Path) -> None:
-    rows = finevision_rows()
-    rows[0]["relevance_min"] = None
-    source = finevision(tmp_path / "data", rows, keep=KEEP)
-    where = [["source", "not in", ["web"]], ["relevance_min", ">=", 2]]
-    run = packed_run(source, tmp_path / "out", pack={"where": where})
     found: dict[str, str] = {}
     for line in "".join(list_set_aside(run)).splitlines():
         key, _, reason, detail = line.split("\t")
@@ -128,15 +122,10 @@ def test_nulls_fail_and_are_counted(tmp_path: Path) -> None:
         found[key] = detail
     for i, row in enumerate(rows):
         place, least = row["source"], row["relevance_min"]
-        expected = None if place != "web" and (least or 0) >= 2 else "pack.where"
-        expected = "no relevance_min" if least is None else expected
-        expected = "no source" if place is None else expected
-        assert found.get(f"a:{i}") == expected, row
+        why = None if place != "web" and (least or 0) >= 2 else "pack.where"
+        why = "no relevance_min" if least is None else why
+        assert found.get(f"a:{i}") == ("no source" if place is None else why), row
     assert set(found.values()) == {"no source", "no relevance_min", "pack.where"}
-    # pyarrow itself keeps nulls of `not in`.
-    with_nulls = pq.read_table(source["path"], filters=where)
-    assert sum(one is not None for one in with_nulls["source"].to_pylist()) == 60 - len(found)
-    assert len(with_nulls) > 60 - len(found)
 
 
 SCALARS: list[Any] = [3, 2.5, "web", "4", True, None, [1], "x" * 257, 2**53 + 1, {"a": 1}]
@@ -214,7 +203,7 @@ def test_filters_compare_as_python_does(tmp_path: Path) -> None:
     cells["float32"] = [float(str(np.float32(x))) if x is not None else x for x in cells["float32"]]
     cells["inner.float32"] = cells["float32"]
     numbers = Counter[bool]()
-    for _ in range(500):
+    for _ in range(250):
         clauses, expected = [], np.full(count, True)
         names = rng.choice(["mixed"] if rng.random() < 0.3 else keep, int(rng.integers(1, 3)))
         for name in names.tolist():
@@ -228,7 +217,7 @@ def test_filters_compare_as_python_does(tmp_path: Path) -> None:
         chosen[left_out(samples, clauses).ids] = False
         assert chosen.tolist() == expected.tolist(), clauses
         numbers.update(expected.tolist())
-    assert min(numbers.values()) > 500
+    assert min(numbers.values()) > 250
 
 
 def test_kept_fields_of_renamed_records(tmp_path: Path) -> None:
@@ -296,7 +285,7 @@ def test_turns_by_their_ratings(tmp_path: Path) -> None:
     and lower; pictures stay in front of what is left; without a turn there is no sample."""
     rows = finevision_rows()
     source = finevision(tmp_path / "data", rows)
-    for least in ({"relevance": 3}, dict.fromkeys(RATINGS, 2), dict.fromkeys(RATINGS, 3)):
+    for least in ({"relevance": 3}, dict.fromkeys(RATINGS, 2)):
         options = {f"{name}_ratings": value for name, value in least.items()}
         expected = {}
         for i, row in enumerate(rows):
@@ -310,8 +299,8 @@ def test_turns_by_their_ratings(tmp_path: Path) -> None:
                 kept[0] = "<image>" * len(row["images"]) + kept[0]
                 expected[f"a:{i}"] = (kept, [one["bytes"] for one in row["images"]])
         assert 5 < len(expected) < 60
-        name = f"out{len(options)}{max(options.values())}"
-        run = packed_run({**source, "min_rating": options}, tmp_path / name)
+        out = tmp_path / f"out{len(options)}"
+        run = packed_run({**source, "min_rating": options}, out)
         found = {
             sample.key: (
                 [t for turn in place_media(sample) for t in (turn.prompt, turn.answer)],
@@ -323,7 +312,7 @@ def test_turns_by_their_ratings(tmp_path: Path) -> None:
         assert open_index(run).info.set_aside == {"not_chosen": 60 - len(expected)}
         check_set_aside(run)
     assert verify(run, deep=True).ok
-    other = make_run({**source, "min_rating": {"relevance_ratings": 5}}, tmp_path / name)
+    other = make_run({**source, "min_rating": {"relevance_ratings": 5}}, out)
     with pytest.raises(StageError, match=r"source\.0\.min_rating was"):
         measure(other)
 
@@ -445,48 +434,3 @@ def test_a_filter_on_a_field_that_no_record_has(tmp_path: Path) -> None:
             StageError, match=r"b\.jsonl has 'starz', which source\.min_rating names"
         ):
             measure(run)
-
-
-BARE: dict[str, Any] = {"format": "jsonl", "path": "a", "task": "bmr", "keep": "score"}
-BAD_CLAUSE = "compares with something that is neither a number nor a short text"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep": ["a..b"]}, "source.keep='a..b' is not a path"),
-        ({"min_rating": {"a[": 3}}, r"source.min_rating='a\[' is not a path"),
-        ({"min_rating": {"a": "good"}}, "min_rating.a"),
-        ({"skip": {"train": "out"}}, r"skip\.0\.run.*'train' is not valid; choose 'trained'"),
-        ({"skip": {}}, r"skip\.0\.run: "),
-        ({"format": "captions", "task": "captioning"}, "keep applies to format"),
-    ],
-)
-def test_bad_places(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(BARE | options, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ([["score", "~", 3]], r"pack.where: \['score', '~', 3\]: \"~\" is not a valid operator"),
-        ([["stars", ">", 3]], "pack.where names 'stars', which no source keeps .kept: score"),
-        ([["score", "in", [3, "a"]]], BAD_CLAUSE),
-        ([["score", ">", None]], BAD_CLAUSE),
-        ([["score", "==", "x" * 257]], BAD_CLAUSE),
-        ([["score", ">"]], r"\['score', '>'\] is not a clause of field, operator and value"),
-        ([["score", "in", 3]], "'in' and 'not in' take a list, other operators one value"),
-        ([["score", ">", [3]]], "'in' and 'not in' take a list, other operators one value"),
-        ([[["score", ">", 3]], ["score", "<", 5]], "is not a clause of field, operator and value"),
-        (["score", ">", 3], r"is not a list of clauses; write \[\[FIELD, '>=', 3\]"),
-        ([], r"\[\] is not a list of clauses"),
-        ([[]], r"\[\[\]\] is not a list of clauses"),
-        ("score > 3", "'score > 3' is not a list"),
-    ],
-)
-def test_a_bad_filter_is_one_line(where: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        make_config(BARE, tmp_path / "out", pack={"where": where})
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith("config: pack.where")

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.formats import lines, tar_bytes, write_file
-from tests.helpers.tiny_families import save_tokenizer
+from tests.world import World
 
 
 @pytest.fixture
@@ -41,18 +42,32 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
+    """Each says what it did; and in a dry run what it would do, without writing anything."""
+    out = tmp_path / "out"
+    dry = invoke("run", config, "--dry-run").stdout
+    assert "would measure 20 records" in dry
+    told = r"20 records take about \d+ s with 1 workers, and ([\d,]+) bytes .*the first 20 do"
+    estimated = int(re.findall(told, dry)[0].replace(",", ""))
+    assert not out.exists()
     assert "measured 20 samples" in invoke("measure", config).stdout
+    assert "packing factor" in invoke("plan", config, "--dry-run").stdout
+    assert not (out / "_packing/plan").exists()
     assert "packing factor" in invoke("plan", config, "pack.seed=1").stdout
     assert "packing factor" in invoke("plan", config).stdout
+    assert "would write 20 samples in" in invoke("write", config, "--dry-run").stdout
+    assert not list(out.glob("*.tar"))
     assert "wrote 20 samples" in invoke("write", config).stdout
+    shards = sum(path.stat().st_size for path in out.glob("*.tar"))
+    assert estimated == pytest.approx(shards, rel=0.5)
+    assert "would check 20 samples" in invoke("verify", config, "--dry-run").stdout
     assert "20 packed, 0 set aside" in invoke("verify", config).stdout
-    assert (tmp_path / "out" / "manifest.json").exists()
-    assert not (tmp_path / "out/_packing/report").exists()
+    assert (out / "manifest.json").exists()
+    assert not (out / "_packing/report").exists()
     again = invoke("run", config)
     assert "verify: complete on " in again.stdout
     assert "packing factor" not in again.stdout  # only a plan that is made is shown
     assert "20 samples = 20 packed + 0 set aside" in again.stdout
-    page = tmp_path / "out/_packing/report/report.html"
+    page = out / "_packing/report/report.html"
     assert f"report: {page}\n" in again.stdout
     assert f"report    {page}\n" in invoke("status", config).stdout
     other = ("pack.seed=1", "output.overwrite=true")
@@ -79,24 +94,6 @@ def test_verbs_that_only_look_offer_nothing_that_writes() -> None:
         shown = invoke(name, "--help").stdout
         assert ("--dry-run" in shown, "--accept-mismatch" in shown) == (name == "plan",) * 2
     assert "hash_bucket: phases" in shown  # options of strategies
-
-
-def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
-    result = invoke("run", config, "--dry-run")
-    assert "would measure 20 records" in result.stdout
-    told = r"20 records take about \d+ s with 1 workers, and ([\d,]+) bytes .*the first 20 do"
-    estimated = int(re.findall(told, result.stdout)[0].replace(",", ""))
-    assert not (tmp_path / "out").exists()
-    invoke("measure", config)
-    assert "packing factor" in invoke("plan", config, "--dry-run").stdout
-    assert not (tmp_path / "out/_packing/plan").exists()
-    invoke("plan", config)
-    assert "would write 20 samples in" in invoke("write", config, "--dry-run").stdout
-    assert not list((tmp_path / "out").glob("*.tar"))
-    invoke("write", config)
-    assert "would check 20 samples" in invoke("verify", config, "--dry-run").stdout
-    shards = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
-    assert estimated == pytest.approx(shards, rel=0.5)
 
 
 def test_a_complete_output_of_copies(config: Path, tmp_path: Path) -> None:
@@ -197,11 +194,11 @@ def heed_signals() -> None:
 def test_signals_end_a_run_in_one_line(
     config: Path, tmp_path: Path, when: str, signals: list[tuple[signal.Signals, bool]]
 ) -> None:
-    """`signals`: to the command alone, or to its workers too. The same run is ended by each."""
+    """`signals`: to the command alone, or to its worker too. The same run is ended by each."""
     index = tmp_path / "out/_packing/index"
     if when == "workers are at work":
         captioning_pairs(tmp_path / "data", 120, first=20)
-    command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=1"]
+    command = ["measure", str(config), "--quiet", "engine.workers=1", "engine.samples_per_part=1"]
     for number, to_workers in signals:
         before = work_in(index, when)
         run = subprocess.Popen(
@@ -370,14 +367,13 @@ def test_pictures_that_no_sample_uses_stop_a_run(
     shown = invoke("init", "data").output
     line = "field 'image_path' holds media that no sample uses; name it in source.fields"
     assert f"warning: {line}" in shown
-    for task in ("vqa", "bmr"):
-        overrides = ("engine.workers=0", f"source.task={task}", f"output.path={task}")
-        status, _, said = command("run", "pack.yaml", *overrides)
-        assert status == 1
-        assert f"none of the 4 samples of 'data' has an image or a video under task {task}" in said
-        assert "source.fields, such as {images: FIELD}" in said
-        summary = Path(task, "_packing/plan/summary.txt").read_text()
-        assert "warnings\n  field 'image_path' holds media" in summary
+    overrides = ("engine.workers=0", "source.task=bmr", "output.path=bmr")
+    status, _, said = command("run", "pack.yaml", *overrides)
+    assert status == 1
+    assert "none of the 4 samples of 'data' has an image or a video under task bmr" in said
+    assert "source.fields, such as {images: FIELD}" in said
+    summary = Path("bmr/_packing/plan/summary.txt").read_text()
+    assert "warnings\n  field 'image_path' holds media" in summary
     named = invoke("run", "pack.yaml", "engine.workers=0", "source.fields={images: image_path}")
     assert "tokens with loss      " in named.output
     assert "4 images, 0 videos in 4 of 4 samples; " in named.output
@@ -425,9 +421,9 @@ def pixels(least: int, most: int) -> dict[str, int]:
     ],
 )
 def test_a_checkpoint_names_its_family_and_how_many_pixels(
-    family: str, files: dict[str, Any], limits: dict[str, int], tmp_path: Path
+    family: str, files: dict[str, Any], limits: dict[str, int], world: World, tmp_path: Path
 ) -> None:
-    save_tokenizer(family, tmp_path / "model")
+    shutil.copytree(world.tokenizer(family), tmp_path / "model")
     for name, content in ({"config": {"model_type": family}} | files).items():
         write_json(tmp_path / f"model/{name}.json", content)
     data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
@@ -445,7 +441,7 @@ def test_files_with_absolute_paths_run_as_they_are(
     """init, run, from the folder of the data: ms-swift's lines, whose pictures are in two folders
     elsewhere."""
     data, rows = tmp_path / "data", []
-    for i in range(60):
+    for i in range(20):
         name = tmp_path / "coco" / ("train", "val")[i % 2] / f"{i % 5}.jpg"
         write_file(name, SAMPLES[0][2][0])
         said = dialogue("<image>What is it?", f"It is {i}.")
@@ -464,7 +460,7 @@ def test_files_with_absolute_paths_run_as_they_are(
     assert "REFUSED" not in shown
     assert "measured 10 of the first records; next: offline-packing run --deep pack.yaml" in shown
     said = invoke("run", "--deep", "pack.yaml", "engine.workers=0").output
-    assert "found                 60\n  set aside             0\n" in said
+    assert "found                 20\n  set aside             0\n" in said
     assert (tmp_path / "data_packed" / "manifest.json").is_file()
 
 

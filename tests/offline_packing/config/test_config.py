@@ -10,7 +10,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.storage.yaml_file import parse_yaml
 
 EXAMPLE = """
-source: {format: pairs, path: data/pairs, task: captioning}   # captioning | vqa | bmr
+source: {format: pairs, path: data/pairs, task: captioning, keep: score}
 model:
   {family: qwen2_vl, processor: builtin,
    min_pixels: 3136, max_pixels: 4014080, max_aspect_ratio: 200}
@@ -54,8 +54,11 @@ def test_overrides(tmp_path: Path) -> None:
     assert replaced.task == "vqa"
 
 
+BAD_CLAUSE = r"pack\.where: .* compares with something that is neither a number nor a short text"
+
+
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
         ("pack.seq_len=1", r"pack\.seq_len is not a known field; valid: seq_length, strategy, se"),
         ("pack.strategy=greedy", r"known name; .*sequential, knapsack; it is sequential$"),
@@ -107,12 +110,42 @@ def test_overrides(tmp_path: Path) -> None:
         ("source.repeat=0", "repeat=0: .*greater than 0"),
         ("source.format=nowhere:Source", "'nowhere:Source' cannot be imported"),
         ("source.format=offline_packing.errors:StageError", "is not a subclass of"),
+        ("source.format=captions", "keep applies to format .* only"),
+        ("source.keep=[a..b]", r"source\.keep='a\.\.b' is not a path"),
+        ("source.min_rating={'a[': 3}", r"source\.min_rating='a\[' is not a path"),
+        ("source.min_rating={a: good}", r"min_rating\.a"),
+        ("source.skip={train: out}", r"skip\.0\.run.*'train' is not valid; choose 'trained'"),
+        ("source.skip={}", r"skip\.0\.run: "),
+        ("pack.where=[[score, '~', 3]]", r"where: \['score', '~', 3\]: \"~\" is not a valid op"),
+        ("pack.where=[[stars, '>', 3]]", r"names 'stars', which no source keeps .kept: score"),
+        ("pack.where=[[score, in, [3, a]]]", BAD_CLAUSE),
+        ("pack.where=[[score, '>', null]]", BAD_CLAUSE),
+        (f"pack.where=[[score, '==', {'x' * 257}]]", BAD_CLAUSE),
+        ("pack.where=[[score, '>']]", r"\['score', '>'\] is not a clause of field, operator and"),
+        ("pack.where=[[[score, '>', 3]], [score, '<', 5]]", "is not a clause of field, operator"),
+        ("pack.where=[[score, in, 3]]", "'in' and 'not in' take a list, other operators one value"),
+        ("pack.where=[[score, '>', [3]]]", "'in' and 'not in' take a list, other operators one"),
+        ("pack.where=[score, '>', 3]", r"where: .* is not a list of clauses; write \[\[FIELD, '>="),
+        ("pack.where=[]", r"pack\.where: \[\] is not a list of clauses"),
+        ("pack.where=[[]]", r"pack\.where: \[\[\]\] is not a list of clauses"),
+        ("pack.where=score > 3", "pack.where='score > 3' is not a list"),
+        ("pack.split_turns={context_turns: 2}", "split_turns has no effect with"),
+        (
+            "pack={on_overlong: split_turns, split_turns: {context_turns: 1}}",
+            "context_turns=1 .*all",
+        ),
+        ("model.loss_on=last; pack.on_overlong=split_turns", "loss_on=last and split_turns both"),
+        (
+            "source.task=bmr; output.layout=loongforge; "
+            "pack={on_overlong: split_turns, split_turns: {context_turns: 2}}",
+            "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
+        ),
         ("output.path=~nobody-of-that-name/packed", "names no home folder"),
     ],
 )
-def test_refusals(tmp_path: Path, override: str, message: str) -> None:
+def test_refusals(tmp_path: Path, overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        load(tmp_path, EXAMPLE, override)
+        load(tmp_path, EXAMPLE, *overrides.split("; "))
     assert "\n" not in str(error.value)
 
 

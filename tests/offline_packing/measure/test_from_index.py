@@ -40,7 +40,7 @@ from tests.helpers.formats import (
     write_file,
 )
 from tests.helpers.long_conversations import conversations, run_of
-from tests.helpers.outputs import files_of, flip_byte, packs_of, shard_files
+from tests.helpers.outputs import files_of, flip_byte, shard_files
 from tests.helpers.shared_media import MODEL, shared_media
 from tests.world import World
 
@@ -102,14 +102,12 @@ def test_a_stage_is_what_measuring_anew_gives(
     whole: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorter = {"pack": {"seq_length": 256, "max_set_aside": 1}}
-    sources, anew = world.source(three), world.run(three, **sections(**shorter))
+    anew = world.run(three, **sections(**shorter))
     made = stage(whole, tmp_path / "stage", **shorter)
     assert f"/{whole.workspace.root.name} (parts: 4)" in preview_measure(made)
     with monkeypatch.context() as patch:
         encoder = open_encoder(made.config.model)
         patch.setattr(type(encoder), "measure", killing(encoder.measure, 0))
-        with pytest.raises(StageError, match="unexpected_error"):
-            pack_all(make_run(sources, tmp_path / "not", **sections(**shorter)))
         measure(made)
         plan_index(made)
     pack_all(made)
@@ -140,7 +138,7 @@ def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
     assert sorted(keys_of(made)) == [f"tables/s{i:04d}" for i in range(11)]
     assert {row["source_id"] for row in index_rows(made)} == {0}
     # The next stage, from this one.
-    again = packed_stage(made, tmp_path / "again", name="other")
+    measure(again := stage(made, tmp_path / "again", name="other"))
     assert sorted(keys_of(again)) == [f"other/s{i:04d}" for i in range(11)]
     root = made.workspace.root
     twice = [{"format": "index", "path": f"{root}/{at}", "name": at} for at in (".", "../stage")]
@@ -166,7 +164,7 @@ def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
     later = [(f"later{key}", *rest) for key, *rest in draw_samples(3)]
     jsonl(tmp_path / "data" / "later", later)
     data["skip"] = str(first.workspace.root)
-    second = packed_run(data, tmp_path / "second", **sections())
+    measure(second := make_run(data, tmp_path / "second", **sections()))
     own = {**parquet(tmp_path / "own", draw_samples(2)), "task": "vqa"}
     taken = [
         {"format": "index", "path": str(run.workspace.root), **name}
@@ -191,27 +189,14 @@ def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
     assert measure(make_run(named, tmp_path / "named", **sections())).info.num_samples == 0
 
 
-def test_stages_that_skip_each_other(whole: Run, tmp_path: Path) -> None:
-    first = packed_stage(whole, tmp_path / "first", name="chats")
-    skip = str(first.workspace.root)
-    none = stage(whole, tmp_path / "none", name="chats", skip=skip)
-    assert measure(none).info.num_samples == 0
-    second = packed_stage(whole, tmp_path / "second", skip=skip)
-    both = [key for run in (first, second) for _, keys in packs_of(run) for key in keys]
-    assert len(both) == len(set(both)) == 14 + 2 + 9 + 11
-    assert not {key for key in keys_of(second) if key.startswith("chats/")}
-    for run in (none, second):
-        info = open_index(run).info
-        assert (info.num_skipped, info.set_aside) == (14 + 3 + 2, {})
-
-
 def test_what_is_skipped_is_of_the_same_source(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Records without ids have the same keys in files of the same name."""
+    """Records without ids have the same keys in files of the same name. What was set aside is
+    skipped as well."""
     everything = []
     for name in "abc":
-        rows = [{"question": f"{name}{i}?", "answer": "It is."} for i in range(5)]
+        rows = [{"question": f"{name}{i}?", "answer": "It is."} for i in range(5)] + [{}]
         more = {"name": name, "text_only": True}
         everything.append(of_lines(tmp_path / name / "train.jsonl", rows, "vqa", **more))
     measure(own := make_run(everything, tmp_path / "all", **sections()))
@@ -221,8 +206,12 @@ def test_what_is_skipped_is_of_the_same_source(
     for skipped, left in ((first, "bc"), (two, "c")):
         skip = str(skipped.workspace.root)
         rest = stage(own, tmp_path / f"rest {left}", skip=skip)
-        assert measure(rest).info.num_skipped == 15 - 5 * len(left)
+        info = measure(rest).info
+        assert info.num_skipped == 18 - 6 * len(left)
+        assert info.set_aside == {"bad_record": len(left)}
         assert {key.partition("/")[0] for key in keys_of(rest)} == {*left}
+    none = stage(own, tmp_path / "none", name="a", skip=str(first.workspace.root))
+    assert measure(none).info.num_samples == 0
     assert f"{two.workspace.root} holds no samples of {tmp_path}/c/train.jsonl" in caplog.text
 
 
@@ -230,7 +219,7 @@ def test_cut_conversations(tmp_path: Path) -> None:
     records = conversations(8, seed=3, most=30)
     pack = {"seq_length": 256, "max_set_aside": 1}
     cut = run_of(tmp_path, records, "all", pack=pack, engine={"samples_per_part": 4})
-    pack_all(cut)
+    measure(cut)
     index = {"format": "index", "path": str(cut.workspace.root)}
     splits = {**pack, "on_overlong": "split_turns"}
     other = {**splits, "seq_length": 512, "split_turns": {"context_turns": 1}}
@@ -249,7 +238,7 @@ def test_cut_conversations(tmp_path: Path) -> None:
     half = run_of(tmp_path / "half", records[:4], "out", pack=pack)
     pack_all(half)
     skip = {**index, "skip": [str(half.workspace.root)]}
-    rest = packed_run(skip, tmp_path / "rest", pack=splits)
+    measure(rest := make_run(skip, tmp_path / "rest", pack=splits))
     rows = [row for row in index_rows(cut) if int(row["key"].strip("c").partition("[")[0]) >= 4]
     assert index_rows(rest) == rows
     info, parts = open_index(rest).info, [row["part"]["key"] for row in rows if row["part"]]
@@ -263,10 +252,6 @@ def test_cut_conversations(tmp_path: Path) -> None:
     [
         ({"model": {"max_pixels": 28 * 28 * 32}}, r"model\.max_pixels was 50176, is 25088"),
         ({"output": {"layout": "loongforge"}}, r"index\.layout was not set, is"),
-        (
-            {"pack": {"on_overlong": "split_turns", "seq_length": 512}},
-            r"pack\.on_overlong was not set, is 'split_turns'",
-        ),
         (
             {"model": {"family": "qwen2_5_vl"}},
             "model.tokenizer was another tokenizer, is the tokenizer of model.family=qwen2_5_vl "
@@ -297,11 +282,9 @@ def test_rules_may_be_more_than_are_asked(world: World, tmp_path: Path) -> None:
             "name='table': the index of .* does not hold it; choose chats, tars, tables",
         ),
         ({"weight": 2}, "weight=2.0: the index of .* holds several sources; set source.name"),
-        ({"repeat": 2}, "repeat=2.0: the index of .* holds several sources; set source.name"),
         ({"task": "bmr"}, "task='bmr': the index of .* was measured for vqa; leave it out"),
         ({"max_media": 3}, "max_media=3: samples of an index are as they were measured"),
         ({"fields": {}}, "fields is not a known field"),
-        ({"name": "tars", "repeat": 0}, "repeat=0: .*greater than 0"),
         ({"output": True}, "is named by source.skip or format index; new packs need"),
         ({"path": "nothing"}, "nothing has no complete index to read; run measure there"),
     ],
@@ -318,7 +301,7 @@ def test_what_changed_since(world: World, tmp_path: Path) -> None:
     moved, sources = tmp_path / "moved", world.source(three)
     shutil.copytree(sources[0]["path"].rpartition("/")[0], moved)
     source = {**sources[0], "path": str(moved / "chat.jsonl")}
-    own = packed_run(source, tmp_path / "all", **sections())
+    measure(own := make_run(source, tmp_path / "all", **sections()))
     made = packed_stage(own, tmp_path / "stage")
     # More data change nothing.
     with (moved / "more.jsonl").open("wb") as file:
@@ -333,7 +316,7 @@ def test_what_changed_since(world: World, tmp_path: Path) -> None:
     # Another index.
     smaller: Options = {"model": {"max_pixels": 28 * 28 * 32}}
     other = sections(output={"overwrite": True}, engine={"samples_per_part": 3}, **smaller)
-    pack_all(make_run(source, own.workspace.root, **other))
+    measure(make_run(source, own.workspace.root, **other))
     with pytest.raises(StageError, match=r"source\.0\.listing: .*all has another index now"):
         measure(stage(own, tmp_path / "stage", **smaller))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.export.export import export
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.report.preview import preview
@@ -51,9 +51,11 @@ from tests.world import World
 
 
 def test_what_is_said_of_it(tmp_path: Path) -> None:
+    """A turn that is too long by itself is set aside; a conversation of such turns only, or of one,
+    stays whole."""
     records = conversations(11, seed=3, most=40)
     records[7]["messages"][-1]["content"] = " ".join(WORDS * 40)
-    records.append({"id": "alone", "messages": dialogue("All?", " ".join(WORDS * 40))})
+    records += [spoken(900, key="alone"), spoken(900, 800, key="none fits")]
     packed = run_of(tmp_path, records, output={"packs_per_shard": 4})
     pack_all(packed)
     info = open_index(packed).info
@@ -68,30 +70,12 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     counts = read_json(packed.workspace.manifest)["counts"]
     lost = [row["key"] for row in set_aside_in_plan(packed)]
     whole = [key for key in lost if "[" not in key]
-    assert whole == ["alone"] != lost
-    assert counts["records"] == {"read": 12, "packed": 11, "set_aside": 1}
+    assert whole == ["alone", "none fits"] != lost
+    assert counts["records"] == {"read": 13, "packed": 11, "set_aside": 2}
     assert counts["samples"] == counts["packed"] + len(lost) == info.num_samples
-    assert "12 = 11 in packs + 1 set aside" in render_result(verify(packed), deep=False)
+    assert "13 = 11 in packs + 2 set aside" in render_result(verify(packed), deep=False)
     told = ", and cut conversations and documents that fit no pack\n"
     assert preview_measure(run_of(tmp_path, records, "new")).endswith(told)
-
-
-def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
-    """It is set aside, or its answer cut where a token ends; a conversation of such turns only, or
-    of one, stays whole."""
-    records = [
-        spoken(20, 900, 30, key="a"),
-        spoken(900, 800, key="b"),
-        spoken(900, key="c"),
-        spoken(20, key="d"),
-    ]
-    records[0]["messages"][3]["content"] = "Überlänge, 長い " * 300
-    run = run_of(tmp_path, records)
-    manifest = pack_all(run)
-    assert [row["key"] for row in index_rows(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
-    lost = {row["key"]: row["detail"] for row in set_aside_in_plan(run)}
-    assert lost.keys() == {"a[1:2]", "b", "c"}
-    assert manifest.counts.records == {"read": 4, "packed": 2, "set_aside": 2}
 
 
 def answered(text: str, thought: str) -> dict[str, Any]:
@@ -139,27 +123,6 @@ def test_tools_and_thoughts(context_turns: int, world: World, tmp_path: Path) ->
         earlier = whole.turns[first - len(shown) : first]
         assert shown == tuple(replace(turn, weight=0.0) for turn in earlier)
         assert len(shown) in (0, 2 * context_turns)
-
-
-@pytest.mark.parametrize(
-    ("context_turns", "sections", "message"),
-    [
-        (2, {"pack": {"on_overlong": "set_aside"}}, "split_turns has no effect with"),
-        (0, {"model": {"loss_on": "last"}}, "loss_on=last"),
-        (
-            2,
-            {"output": {"layout": "loongforge"}},
-            "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
-        ),
-        (1, {"source": {"task": "captioning"}}, "all text of a document is trained"),
-    ],
-)
-def test_what_is_refused(
-    context_turns: int, sections: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    pack = {"split_turns": {"context_turns": context_turns}, **sections.pop("pack", {})}
-    with pytest.raises(ConfigError, match=message):
-        run_of(tmp_path, [], pack=pack, **sections)
 
 
 NINE = [25] * 9
@@ -248,10 +211,10 @@ def slow_parts(
 
 PICTURES = [image_bytes(width, height) for height, width in SIZES]
 #: conversations of the exhaustive cases; FUZZED_SAMPLES=2000 takes five CPU minutes
-MANY = int(os.environ.get("FUZZED_SAMPLES", "100"))
+MANY = int(os.environ.get("FUZZED_SAMPLES", "60"))
 LENGTHS: list[tuple[dict[str, Any], str, int]] = [
-    ({"seq_length": 256, "split_turns": {"context_turns": 1}}, "vqa", 8),
-    ({"seq_length": 512, "budgets": {"images": 2}}, "bmr", 6),
+    ({"seq_length": 256, "split_turns": {"context_turns": 1}}, "vqa", 6),
+    ({"seq_length": 512, "budgets": {"images": 2}}, "bmr", 5),
     ({"seq_length": 1024, "split_turns": {"context_turns": 2}}, "bmr", 4),
 ]
 
@@ -311,7 +274,8 @@ def documents(count: int) -> list[Record]:
 
 def test_long_documents_are_cut(tmp_path: Path) -> None:
     """Every token that carries loss is trained once, but the end tokens of parts that go on; every
-    picture stands in front of its own paragraph."""
+    picture stands in front of its own paragraph. An export takes no documents; packs are read again
+    as they are."""
     records = documents(12)
     run = run_of(tmp_path, records, source=OF_TEXTS)
     manifest = pack_all(run)
@@ -343,22 +307,6 @@ def test_long_documents_are_cut(tmp_path: Path) -> None:
     assert re.search(r"\[image \dx\d", text)
     assert "[text: <image>]" not in text
     assert manifest.counts.records["packed"] == len(records)
-
-
-def test_what_takes_no_documents(tmp_path: Path) -> None:
-    """Two layouts take texts alone, and an export nothing; packs are read again as they are."""
-    records = [
-        {"id": "a", "text": "One <image> two", "images": ["0.jpg"]},
-        {"id": "b", "text": "Alone", "images": ["2.jpg"]},
-    ]
-    for layout in ("loongforge", "llava_onevision"):
-        sections = {"output": {"layout": layout}, "pack": {"on_overlong": "set_aside"}}
-        run = run_of(tmp_path / layout, records, source=OF_TEXTS, **sections)
-        assert pack_all(run).counts.records == {}
-        (lost,) = set_aside_in_plan(run)
-        assert lost["key"] == "a"
-        assert "<image> in an answer or document" in lost["detail"]
-    pack_all(run := run_of(tmp_path, documents(8), source=OF_TEXTS))
     with pytest.raises(StageError, match="holds a document, or a part of one, 'd"):
         export(run.workspace.root, tmp_path / "files", progress=False)
     source = {"format": "packs", "path": str(run.workspace.root), "task": "captioning"}
@@ -368,4 +316,3 @@ def test_what_takes_no_documents(tmp_path: Path) -> None:
         for one in (run, again)
     )
     assert first == second
-    assert any(turns[0].truncated for _, turns, _ in first)

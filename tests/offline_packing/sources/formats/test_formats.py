@@ -84,8 +84,7 @@ def test_samples_come_out_as_they_went_in(
         assert repacked == {key: value[1:] for key, value in found.items()}
 
 
-@pytest.fixture
-def captions_of_all_kinds(tmp_path: Path) -> Path:
+def test_each_caption_is_a_sample_or_has_a_reason(tmp_path: Path) -> None:
     files = {
         "a.jpg": image_bytes(), "a.txt": b"A cat.\n", "b/c.PNG": image_bytes(56, 84, "PNG"),
         "b/c.TXT": b"\xef\xbb\xbfA dog.", "v.mp4": make_video(4), "v.txt": "Läuft.".encode(),
@@ -95,13 +94,7 @@ def captions_of_all_kinds(tmp_path: Path) -> Path:
     }  # fmt: skip
     for name, data in files.items():
         write_file(tmp_path / "data" / name, data)
-    return tmp_path / "data"
-
-
-def test_each_caption_is_a_sample_or_has_a_reason(
-    captions_of_all_kinds: Path, tmp_path: Path
-) -> None:
-    source = {"format": "captions", "path": str(captions_of_all_kinds), "task": "captioning"}
+    source = {"format": "captions", "path": str(tmp_path / "data"), "task": "captioning"}
     assert outcomes(source, tmp_path) == {
         **dict.fromkeys(("a", "b/c", "v"), "ok"), "none": "missing_image",
         "twice": "ambiguous_image", "latin": "bad_json", "empty": "empty_answer",
@@ -109,5 +102,5 @@ def test_each_caption_is_a_sample_or_has_a_reason(
     answers = {key: turns[0][1] for key, turns in turns_in(source, tmp_path).items()}
     assert answers == {"a": "A cat.", "b/c": "A dog.", "v": "Läuft."}
     assert len(open_one(source, tmp_path).scan(9).unpaired_media) == 1
-    (captions_of_all_kinds / "a.json").unlink()
-    assert recognise(str(captions_of_all_kinds)).options == source
+    (tmp_path / "data/a.json").unlink()
+    assert recognise(str(tmp_path / "data")).options == source

@@ -90,8 +90,9 @@ def test_lists_of_records_are_read_flat(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-@pytest.mark.parametrize(("indent", "samples_per_part"), [(None, 1), (2, 2), (None, 100)])
-@pytest.mark.parametrize("block", [9, 1 << 16])
+@pytest.mark.parametrize(
+    ("indent", "samples_per_part", "block"), [(None, 1, 9), (2, 2, 1 << 16), (None, 100, 9)]
+)
 @pytest.mark.parametrize("after", [{}, {"type": "x]}{", "more": [1, {"a": []}], "end": {"b": "}"}}])
 def test_objects_with_one_list_of_objects(
     tmp_path: Path, name: str, indent: int | None, samples_per_part: int, block: int, after: Any

@@ -130,7 +130,7 @@ def test_changed_and_missing_files(storage: CountedStorage, root: RemoteRoot) ->
 def test_few_requests_write_a_shard(
     tmp_path: Path, object_store: ObjectStore, bucket: str, failing: float
 ) -> None:
-    count, records, folder = 160, [], tmp_path / "data"
+    count, records, folder = 80, [], tmp_path / "data"
     for i in range(count):
         images = [f"{i}.jpg"] * (i % 4 == 0)
         for name in images:
@@ -274,18 +274,17 @@ def test_formats_on_a_server_that_lists_no_sizes(
 ) -> None:
     """Rows are those of a source here."""
     written = formats.WRITERS[name](tmp_path / "data", SAMPLES)
-    url = f"http://127.0.0.1:{server.server_port}/"
-    whole = written["path"].replace(str(tmp_path / "data"), url.rstrip("/"))
+    url = f"http://127.0.0.1:{server.server_port}"
+    whole = written["path"].replace(str(tmp_path / "data"), url)
     sources = [
         accounting.open_one({**written, "path": at}, tmp_path)
-        for at in (written["path"], whole, url)
+        for at in dict.fromkeys((written["path"], whole, url))  # a folder, or a file and its folder
     ]
-    outcomes = [outcome for one in sources for _, outcome, _ in accounting.account(one)]
-    assert outcomes == ["ok"] * len(SAMPLES) * 3
+    assert [outcome for _, outcome, _ in accounting.account(sources[-1])] == ["ok"] * len(SAMPLES)
     found = [accounting.measured_rows(one) for one in sources]
     for row in (row for rows in found for row in rows):  # only what lies here has a time
         del row["stamp"]
-    assert found[0] == found[1] == found[2]
+    assert all(rows == found[0] for rows in found)
 
 
 def test_a_server_that_tells_no_size_is_refused(tmp_path: Path, server: _Server) -> None:
