@@ -19,10 +19,11 @@ from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-from tests.helpers.datasets import captioning_pairs, mixed_pairs, packed_run
+from tests.helpers.datasets import mixed_pairs, packed_run
 
 SEQ_LENGTH = 256
-_OUTPUT = {"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}}
+#: 10 % of the packs in a val split.
+OUTPUT = {"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}}
 
 #: Words of the tiny model. With the real 151,936 a step takes a second; `RecordedBatches` folds
 #: them into these.
@@ -70,14 +71,7 @@ def bmr_folder(root: Path, samples: int = 60, **pack: Any) -> Path:
     """Packed dialogues with no picture, one, or two; 10 % of the packs in a val split. `pack`:
     options of packing."""
     source = {"format": "pairs", "path": str(mixed_pairs(root / "source", samples)), "task": "bmr"}
-    packed_run(source, root / "packed", pack={"seq_length": SEQ_LENGTH, **pack}, output=_OUTPUT)
-    return root / "packed"
-
-
-def captioning_folder(root: Path, samples: int = 40) -> Path:
-    """Packed captions."""
-    source = captioning_pairs(root / "source", samples)
-    packed_run(source, root / "packed", pack={"seq_length": SEQ_LENGTH}, output=_OUTPUT)
+    packed_run(source, root / "packed", pack={"seq_length": SEQ_LENGTH, **pack}, output=OUTPUT)
     return root / "packed"
 
 

@@ -3,6 +3,7 @@ for other packs; and `source.skip: {trained: RUN}`, with which a run goes on wit
 left."""
 
 import collections
+import itertools
 import logging
 import signal
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 
 from launch.config import LaunchConfig
 from launch.data.packed_data import read_packed_data
-from launch.loop.metrics import StepCounts, read_metrics
+from launch.loop.metrics import read_metrics
 from launch.loop.plan import TrainPlan
 from launch.loop.trainer import Trainer
 from offline_packing.cli.commands import cli
@@ -31,11 +32,17 @@ from offline_packing.storage.files import read_json
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import LoaderState, trained_items
-from tests.helpers.datasets import config_file, make_run, mixed_pairs, pack_all
+from tests.helpers.datasets import (
+    captioning_pairs,
+    config_file,
+    make_run,
+    mixed_pairs,
+    pack_all,
+    packed_run,
+)
 from tests.helpers.outputs import set_aside_in_plan
 from tests.helpers.packed_runs import (
     KilledError,
-    captioning_folder,
     losses,
     make_config,
     make_trainer,
@@ -68,6 +75,7 @@ def config_of(paths: Sequence[str], output: Path, /, **sections: Any) -> LaunchC
     data = sections.pop("data", {})
     defaults: dict[str, Any] = {
         "batch": {"global_batch_packs": None, "global_batch_size": 6},
+        "schedule": {"decay": "constant", "warmup": 0},
         "train": {"iterations": None},
         "checkpoint": {"every": 2},
     }
@@ -118,49 +126,35 @@ def done(
     return Done(config, losses(config.output.path), seen.keys, trainer._plan)
 
 
-def test_stages_are_trained_as_by_hand(done: Done) -> None:
-    """Rows of each stage in their order, the learning rate over all."""
-    plan = done.plan
+def test_each_stage_trains_and_validates_on_its_own_packs(done: Done) -> None:
+    """In the order written; the packs of a stage's last step are completed from its first."""
+    plan, paths, output = done.plan, done.config.data.paths, done.config.output.path
     assert len({(stage.packs_per_step, stage.iterations) for stage in plan.stages}) == 3
     assert plan.iterations == sum(stage.iterations for stage in plan.stages) > 6
-    lines = step_lines(done.config.output.path)
-    whole = TrainPlan((), (0, plan.iterations))
-    trainer, *_ = make_trainer(done.config)
-    trainer._model.train()
-    step = 0
-    for stage, steps, config in zip(trainer.stages, plan.stages, done.config.stages, strict=True):
-        packs = PackedFolder(config.data.path)
-        assert steps.iterations == -(-len(packs) // steps.packs_per_step)
-        for _ in range(steps.iterations):
-            counts = StepCounts(trainer._device)
-            for _ in range(steps.packs_per_step):
-                trainer._count_loss(stage.train.next(), counts).backward()
-            totals = counts.reduce(counts=True, stop=0)
-            rate = whole.learning_rate(step, config.schedule)
-            norm = trainer._optimizer.step(
-                learning_rate=rate, denominator=totals.denominator, max_norm=1.0
-            )
-            line = lines[step]
-            assert (line["loss"], line["grad_norm"]) == (totals.loss, norm)
-            assert line["learning_rate"] == rate
-            room = totals.packs * read_packed_data(config.data.path).seq_length
-            assert line["fill"] == totals.tokens / room
-            step += 1
-    assert step == len(lines)
-
-
-def test_each_stage_validates_on_its_own_packs_and_is_named(done: Done) -> None:
-    lines = read_metrics(done.config.output.path / "metrics.jsonl")
-    val = [read_packed_data(path).num_val_packs for path in done.config.data.paths]
+    lines, keys = iter(step_lines(output)), list[str]()
+    for stage, path in zip(plan.stages, paths, strict=True):
+        packs = [pack.key for pack in PackedFolder(path)]
+        assert stage.iterations == -(-len(packs) // stage.packs_per_step)
+        own = itertools.cycle(packs)
+        keys += itertools.islice(own, stage.iterations * stage.packs_per_step)
+        for line in itertools.islice(lines, stage.iterations):
+            room = stage.packs_per_step * read_packed_data(path).seq_length
+            assert line["fill"] == line["tokens"] / room
+    assert list(lines) == []
+    assert done.keys == keys
+    val = [read_packed_data(path).num_val_packs for path in paths]
     assert len(set(val)) > 1
-    bounds = done.plan.bounds
-    validated = {n["iteration"]: n["validation_packs"] for n in lines if "validation_packs" in n}
-    for step, packs in validated.items():
-        assert packs == next(val[n] for n in range(3) if step <= bounds[n + 1])
-    assert len(validated) == -(-bounds[-1] // 3)
-    state = state_of(done.config.output.path)
-    assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
-    assert state["begins"] == list(bounds[:-1])
+    validated = {
+        line["iteration"]: line["validation_packs"]
+        for line in read_metrics(output / "metrics.jsonl")
+        if "validation_packs" in line
+    }
+    for step, number in validated.items():
+        assert number == next(val[n] for n in range(3) if step <= plan.bounds[n + 1])
+    assert len(validated) == -(-plan.iterations // 3)
+    state = state_of(output)
+    assert [entry["path"] for entry in state["trained"]] == list(paths)
+    assert state["begins"] == list(plan.bounds[:-1])
     assert packs_of(state) == collections.Counter(done.keys)
 
 
@@ -168,22 +162,22 @@ def test_a_run_killed_between_stages_and_in_one_goes_on(
     done: Done, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if nothing had happened, to the last bit; the first kill is between the last step of a
-    stage and the next."""
+    stage and the next. Checkpoints are as far apart as the first stage is long."""
     bounds, (first, second, _) = done.plan.bounds, done.plan.stages
-    sections: dict[str, Any] = {"validation": {"every": 3}, "checkpoint": {"every": 1}}
-    config = config_of(done.config.data.paths, tmp_path, **sections)
+    every = bounds[1]
+    config = config_of(done.config.data.paths, tmp_path, checkpoint={"every": every})
     killed, _, _ = make_trainer(config, fail_at=first.iterations * first.packs_per_step + 1)
     with pytest.raises(KilledError):
         killed.run()
     state = state_of(tmp_path)
-    assert (state["begins"], state["iteration"]) == ([0], bounds[1])
-    killed, _, _ = make_trainer(config, fail_at=2 * second.packs_per_step + 1)
+    assert (state["begins"], state["iteration"]) == ([0], every)
+    killed, _, _ = make_trainer(config, fail_at=every * second.packs_per_step + 1)
     killed.resume()
     with pytest.raises(KilledError):
         killed.run()
     again, seen, _ = make_trainer(config)
     again.resume()
-    assert again.iteration == bounds[1] + 2
+    assert bounds[1] < again.iteration == 2 * every < bounds[2]
     with caplog.at_level(logging.INFO, "launch"):
         assert again.run()
     assert losses(tmp_path) == done.losses
@@ -204,26 +198,21 @@ def test_a_list_is_extended(stages: list[str], done: Done, tmp_path: Path) -> No
     """A run of one path, too; stages that have not begun may change. With one rate, the losses are
     those of all stages at once."""
     a, b, c = stages
-    constant: dict[str, Any] = {
-        "schedule": {"decay": "constant", "warmup": 0, "learning_rate": 3e-3},
-        "checkpoint": {"every": 0},
-    }
-    whole, keys = resumed(config_of(stages, tmp_path / "whole", **constant))
-    assert keys == done.keys
-    _, first = resumed(config_of([a], tmp_path / "run", **constant))
-    assert state_of(tmp_path / "run")["begins"] == [0]
-    killed, _, _ = make_trainer(config_of([a, c, b], tmp_path / "run", **constant), fail_at=0)
+    once: dict[str, Any] = {"checkpoint": {"every": 0}}
+    _, first = resumed(config_of([a], tmp_path, **once))
+    assert state_of(tmp_path)["begins"] == [0]
+    killed, _, _ = make_trainer(config_of([a, c, b], tmp_path, **once), fail_at=0)
     killed.resume()
     with pytest.raises(KilledError):
         killed.run()
-    _, second = resumed(config_of([a, b], tmp_path / "run", **constant))
-    last, third = resumed(config_of([a, b, c], tmp_path / "run", **constant))
-    assert [*first, *second, *third] == keys
-    assert last._plan == whole._plan
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert state_of(tmp_path / "run")["trained"] == state_of(tmp_path / "whole")["trained"]
+    _, second = resumed(config_of([a, b], tmp_path, **once))
+    last, third = resumed(config_of(stages, tmp_path, **once))
+    assert [*first, *second, *third] == done.keys
+    assert last._plan == done.plan
+    assert losses(tmp_path) == done.losses
+    assert state_of(tmp_path)["trained"] == state_of(done.config.output.path)["trained"]
     with pytest.raises(StageError, match=r"data\.packs was those of .*512.*, is those of"):
-        make_trainer(config_of([a, b], tmp_path / "run", **constant))[0].resume()
+        make_trainer(config_of([a, b], tmp_path, **once))[0].resume()
 
 
 def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> None:
@@ -276,21 +265,29 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
 def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass over half of a dataset, without repeating: fewer steps than its packs would take. One
-    environment cannot name the tasks of all stages: that they are packs is enough."""
+    """A pass over half of a dataset, without repeating: fewer steps than its packs would take. The
+    learning rate falls over all steps that are planned. One environment cannot name the tasks of
+    all stages: that they are packs is enough."""
     monkeypatch.delenv("OFFLINE_PACKING_BMR")
     half = blend_of(tmp_path / "half.yaml", [f"path: {stages[0]}, repetitions: 0.5"])
-    paths = [str(half), str(captioning_folder(tmp_path / "captions", 12)), stages[2]]
+    captions = tmp_path / "captions"
+    packed_run(captioning_pairs(tmp_path / "source", 12), captions, pack={"seq_length": 256})
+    paths = [str(half), str(captions), stages[2]]
     sizes = [len(PackedFolder(path)) for path in paths]
-    data = {"repeat": False}
-    trainer, seen, _ = make_trainer(config_of(paths[:2], tmp_path / "run", data=data))
-    planned = trainer._plan.bounds
+    sections = {"data": {"repeat": False}, "schedule": {"decay": "cosine"}}
+    config = config_of(paths[:2], tmp_path / "run", **sections)
+    trainer, seen, _ = make_trainer(config)
+    planned = trainer._plan
     assert trainer.run()
     assert len(seen.keys) == sum(sizes[:2])
     state = state_of(tmp_path / "run")
-    assert 0 < state["begins"][1] < planned[1]
-    assert len(losses(tmp_path / "run")) == state["iteration"] < planned[2]
-    _, keys = resumed(config_of(paths, tmp_path / "run", data=data))
+    assert 0 < state["begins"][1] < planned.bounds[1]
+    lines = step_lines(tmp_path / "run")
+    assert len(lines) == state["iteration"] < planned.iterations
+    for step, line in enumerate(lines):
+        plan = planned if step < state["begins"][1] else trainer._plan
+        assert line["learning_rate"] == plan.learning_rate(step, config.schedule)
+    _, keys = resumed(config_of(paths, tmp_path / "run", **sections))
     assert len(keys) == sizes[2]
 
 

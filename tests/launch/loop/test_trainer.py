@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from launch.config import LaunchConfig, MetricsConfig
+from launch.data.packed_data import read_packed_data
 from launch.loop import setup
 from launch.loop.metrics import Eta, MetricsLog, format_line, read_metrics, row_flops
-from launch.loop.setup import run
+from launch.loop.parallel import initialize_parallel
+from launch.loop.setup import build_stages, run
 from launch.loop.trainer import StepError
 from launch.train import failing_in_one_line
 from offline_packing.errors import StageError
@@ -53,6 +55,17 @@ def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Pat
     for line in lines:
         assert line["fill"] == line["tokens"] / (line["packs"] * SEQ_LENGTH)
         assert 0 <= line["data_wait"] < 1
+
+
+def test_the_seed_of_a_run_decides_its_order(folder: Path, tmp_path: Path) -> None:
+    orders = []
+    for seed in (0, 0, 7):
+        data: dict[str, Any] = {"order": "balanced", "repeat": False}
+        config = make_config(folder, tmp_path, data=data, train={"seed": seed})
+        (stage,), _ = build_stages(config, [read_packed_data(folder)], initialize_parallel())
+        orders.append([row.__key__ for row in iter(stage.train.next, None)])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
 
 
 def test_micro_batches_do_not_change_a_step(folder: Path, tmp_path: Path) -> None:

@@ -84,16 +84,17 @@ class Case:
     def logits(self, kwargs: dict[str, Any]) -> torch.Tensor:
         return self.model(**kwargs).logits[0]
 
-    def gradients(self, *rows: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss per labelled token of all rows, and its gradients."""
+    def trained(self, *rows: dict[str, Any]) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+        """Return the logits of all rows, their loss per labelled token, and its gradients."""
         counts = [int((row["labels"] != IGNORE_INDEX).sum()) for row in rows]
-        self.model.zero_grad()
-        total = 0.0
+        total, logits = 0.0, []
         for row, count in zip(rows, counts, strict=True):
-            loss = self.model(**row).loss * (count / sum(counts))
+            found = self.model(**row)
+            loss = found.loss * (count / sum(counts))
             loss.backward()
             total += float(loss)
-        return total, gradients_of(self.model)
+            logits.append(found.logits[0].detach())
+        return torch.cat(logits), total, gradients_of(self.model)
 
 
 def build_case(family: str, variant: str, folder: Path) -> Case:
@@ -137,27 +138,27 @@ def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
     if is_recurrent or sees_images:
         leaking = case.logits(without_boundaries(case.packed()))
     assert (isolate_segments(case.model) > 0) == is_recurrent
-    alone = [case.alone(sample) for sample in case.samples]
-    expected = torch.cat([case.logits(row) for row in alone])
-    found = case.logits(case.packed())
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    alone = map(case.alone, case.samples)
+    expected, expected_loss, expected_gradients = case.trained(*alone)
+    assert len(expected_gradients) > 40
     with torch.compiler.set_stance("force_eager"):  # compiled, flex attention takes 40 s
-        for attention in ("eager", "flex_attention", "sdpa") if sees_images else ():
+        for attention in ("eager", "flex_attention") if sees_images else ():
             case.model.set_attn_implementation({"text_config": attention})
             again = case.logits(case.packed())
             torch.testing.assert_close(again, expected, atol=3e-5, rtol=0)
+    if sees_images:
+        case.model.set_attn_implementation({"text_config": "sdpa"})
     control = case.logits(case.packed(cross_sample_attention=True))
     assert (control - expected).abs().max() > (1 if sees_images else 0.1)
     if is_recurrent or sees_images:
         assert (leaking - expected).abs().max() > 0.1
 
-    expected_loss, expected_gradients = case.gradients(*alone)
-    assert len(expected_gradients) > 40
     has_varlen = isinstance(case.model, PreTrainedModel) and not why_no_flash(case.model.config)
     for attention in ("sdpa", "torch_varlen")[: 1 + has_varlen]:
         if attention == "torch_varlen":
             use_varlen_attention(case.model)
-        loss, gradients = case.gradients(case.packed())
+        found, loss, gradients = case.trained(case.packed())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         assert gradients.keys() == expected_gradients.keys()
         for name, gradient in expected_gradients.items():
