@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from megatron.core import parallel_state
 
@@ -42,9 +43,6 @@ TINY_MODEL: dict[str, Any] = {
     },
     "vision": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
 }
-
-#: The same with all words, for rows that are not folded.
-WHOLE_VOCABULARY: dict[str, Any] = {"text": {**TINY_MODEL["text"], "vocab_size": 151_936}}
 
 #: Heads of 64: smaller ones are not what the kernels are made for.
 GPU_MODEL: dict[str, Any] = {
@@ -89,16 +87,8 @@ def make_config(folder: Path, output: Path, /, **sections: dict[str, Any]) -> La
     return LaunchConfig.model_validate({**merged, **sections})
 
 
-def fold_vocabulary(row: PackedBatch) -> PackedBatch:
-    """The row with words of the tiny model."""
-    is_image = row.tokens == MEDIA_TOKEN_IDS["image_token_id"]
-    tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
-    labels = torch.where(row.labels == IGNORE_INDEX, row.labels, tokens)
-    return dataclasses.replace(row, tokens=tokens, labels=labels)
-
-
 class RecordedBatches:
-    """Micro batches for the tiny model that remember which packs they gave.
+    """Micro batches in words of the tiny model that remember which packs they gave.
 
     `keys`: theirs, added to. `fail_at`: raise instead of giving the pack of this number.
     """
@@ -115,7 +105,10 @@ class RecordedBatches:
         if row is None:
             return None
         self.keys += row.__key__
-        return fold_vocabulary(row)
+        is_image = row.tokens == MEDIA_TOKEN_IDS["image_token_id"]
+        tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
+        labels = torch.where(row.labels == IGNORE_INDEX, row.labels, tokens)
+        return dataclasses.replace(row, tokens=tokens, labels=labels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -159,6 +152,31 @@ def make_trainer(
         device=device,
     )
     return trainer, recorded[0].train, model
+
+
+class Trained(NamedTuple):
+    """A run of this process, and the keys of the packs that it was given."""
+
+    output: Path
+    trainer: Trainer
+    keys: list[str]
+    model: torch.nn.Module
+    #: steps that earlier runs had done
+    begun: int
+
+
+def trained(config: LaunchConfig, *accept: str, fail_at: int | None = None) -> Trained:
+    """Begin or resume a run and train it to its end, or kill it when it asks for the pack of this
+    number."""
+    trainer, recorded, model = make_trainer(config, fail_at=fail_at, accept=accept)
+    trainer.resume()
+    begun = trainer.iteration
+    if fail_at is None:
+        assert trainer.run()
+    else:
+        with pytest.raises(KilledError):
+            trainer.run()
+    return Trained(config.output.path, trainer, recorded.keys, model, begun)
 
 
 def step_lines(output: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from click.testing import CliRunner
 from launch.config import LaunchConfig
 from launch.data.packed_data import read_packed_data
 from launch.loop.metrics import read_metrics
-from launch.loop.plan import TrainPlan
 from launch.loop.trainer import Trainer
 from offline_packing.cli.commands import cli
 from offline_packing.errors import StageError
@@ -42,11 +40,12 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.outputs import set_aside_in_plan
 from tests.helpers.packed_runs import (
-    KilledError,
+    Trained,
     losses,
     make_config,
     make_trainer,
     step_lines,
+    trained,
 )
 from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
@@ -106,33 +105,22 @@ def packs_of(state: Any) -> collections.Counter[str]:
     return found
 
 
-@dataclass
-class Done:
-    """A whole run."""
-
-    config: LaunchConfig
-    losses: list[float]
-    keys: list[str]
-    plan: TrainPlan
-
-
 @pytest.fixture(scope="module")
 def done(
     stages: list[str], bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
-) -> Done:
-    config = config_of(stages, tmp_path_factory.mktemp("whole"), validation={"every": 3})
-    trainer, seen, _ = make_trainer(config)
-    assert trainer.run()
-    return Done(config, losses(config.output.path), seen.keys, trainer._plan)
+) -> Trained:
+    """A whole run."""
+    output = tmp_path_factory.mktemp("whole")
+    return trained(config_of(stages, output, validation={"every": 3}))
 
 
-def test_each_stage_trains_and_validates_on_its_own_packs(done: Done) -> None:
+def test_each_stage_trains_and_validates_on_its_own_packs(stages: list[str], done: Trained) -> None:
     """In the order written; the packs of a stage's last step are completed from its first."""
-    plan, paths, output = done.plan, done.config.data.paths, done.config.output.path
+    plan, output = done.trainer._plan, done.output
     assert len({(stage.packs_per_step, stage.iterations) for stage in plan.stages}) == 3
     assert plan.iterations == sum(stage.iterations for stage in plan.stages) > 6
     lines, keys = iter(step_lines(output)), list[str]()
-    for stage, path in zip(plan.stages, paths, strict=True):
+    for stage, path in zip(plan.stages, stages, strict=True):
         packs = [pack.key for pack in PackedFolder(path)]
         assert stage.iterations == -(-len(packs) // stage.packs_per_step)
         own = itertools.cycle(packs)
@@ -142,7 +130,7 @@ def test_each_stage_trains_and_validates_on_its_own_packs(done: Done) -> None:
             assert line["fill"] == line["tokens"] / room
     assert list(lines) == []
     assert done.keys == keys
-    val = [read_packed_data(path).num_val_packs for path in paths]
+    val = [read_packed_data(path).num_val_packs for path in stages]
     assert len(set(val)) > 1
     validated = {
         line["iteration"]: line["validation_packs"]
@@ -153,64 +141,46 @@ def test_each_stage_trains_and_validates_on_its_own_packs(done: Done) -> None:
         assert number == next(val[n] for n in range(3) if step <= plan.bounds[n + 1])
     assert len(validated) == -(-plan.iterations // 3)
     state = state_of(output)
-    assert [entry["path"] for entry in state["trained"]] == list(paths)
+    assert [entry["path"] for entry in state["trained"]] == stages
     assert state["begins"] == list(plan.bounds[:-1])
     assert packs_of(state) == collections.Counter(done.keys)
 
 
 def test_a_run_killed_between_stages_and_in_one_goes_on(
-    done: Done, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stages: list[str], done: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if nothing had happened, to the last bit; the first kill is between the last step of a
     stage and the next. Checkpoints are as far apart as the first stage is long."""
-    bounds, (first, second, _) = done.plan.bounds, done.plan.stages
+    bounds, (first, second, _) = done.trainer._plan.bounds, done.trainer._plan.stages
     every = bounds[1]
-    config = config_of(done.config.data.paths, tmp_path, checkpoint={"every": every})
-    killed, _, _ = make_trainer(config, fail_at=first.iterations * first.packs_per_step + 1)
-    with pytest.raises(KilledError):
-        killed.run()
+    config = config_of(stages, tmp_path, checkpoint={"every": every})
+    trained(config, fail_at=every * first.packs_per_step + 1)
     state = state_of(tmp_path)
     assert (state["begins"], state["iteration"]) == ([0], every)
-    killed, _, _ = make_trainer(config, fail_at=every * second.packs_per_step + 1)
-    killed.resume()
-    with pytest.raises(KilledError):
-        killed.run()
-    again, seen, _ = make_trainer(config)
-    again.resume()
-    assert bounds[1] < again.iteration == 2 * every < bounds[2]
+    trained(config, fail_at=every * second.packs_per_step + 1)
     with caplog.at_level(logging.INFO, "launch"):
-        assert again.run()
-    assert losses(tmp_path) == done.losses
-    assert seen.keys == done.keys[-len(seen.keys) :]
-    assert state_of(tmp_path)["trained"] == state_of(done.config.output.path)["trained"]
-    assert f"stage 3, steps {bounds[2] + 1} to {bounds[3]}: {config.data.paths[2]}" in caplog.text
+        again = trained(config)
+    assert bounds[1] < again.begun == 2 * every < bounds[2]
+    assert losses(tmp_path) == losses(done.output)
+    assert again.keys == done.keys[-len(again.keys) :]
+    assert state_of(tmp_path)["trained"] == state_of(done.output)["trained"]
+    assert f"stage 3, steps {bounds[2] + 1} to {bounds[3]}: {stages[2]}" in caplog.text
 
 
-def resumed(config: LaunchConfig, *accept: str) -> Any:
-    """The trainer, and the packs that it trained to the end."""
-    trainer, seen, _ = make_trainer(config, accept=accept)
-    trainer.resume()
-    assert trainer.run()
-    return trainer, seen.keys
-
-
-def test_a_list_is_extended(stages: list[str], done: Done, tmp_path: Path) -> None:
+def test_a_list_is_extended(stages: list[str], done: Trained, tmp_path: Path) -> None:
     """A run of one path, too; stages that have not begun may change. With one rate, the losses are
     those of all stages at once."""
     a, b, c = stages
     once: dict[str, Any] = {"checkpoint": {"every": 0}}
-    _, first = resumed(config_of([a], tmp_path, **once))
+    keys = trained(config_of([a], tmp_path, **once)).keys
     assert state_of(tmp_path)["begins"] == [0]
-    killed, _, _ = make_trainer(config_of([a, c, b], tmp_path, **once), fail_at=0)
-    killed.resume()
-    with pytest.raises(KilledError):
-        killed.run()
-    _, second = resumed(config_of([a, b], tmp_path, **once))
-    last, third = resumed(config_of(stages, tmp_path, **once))
-    assert [*first, *second, *third] == done.keys
-    assert last._plan == done.plan
-    assert losses(tmp_path) == done.losses
-    assert state_of(tmp_path)["trained"] == state_of(done.config.output.path)["trained"]
+    trained(config_of([a, c, b], tmp_path, **once), fail_at=0)
+    keys += trained(config_of([a, b], tmp_path, **once)).keys
+    last = trained(config_of(stages, tmp_path, **once))
+    assert keys + last.keys == done.keys
+    assert last.trainer._plan == done.trainer._plan
+    assert losses(tmp_path) == losses(done.output)
+    assert state_of(tmp_path)["trained"] == state_of(done.output)["trained"]
     with pytest.raises(StageError, match=r"data\.packs was those of .*512.*, is those of"):
         make_trainer(config_of([a, b], tmp_path, **once))[0].resume()
 
@@ -221,11 +191,10 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     a, b, c = stages
     once: dict[str, Any] = {"checkpoint": {"every": 0}}
     one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 3}, **once}
-    trainer, seen, _ = make_trainer(config_of([a], tmp_path, **one))
-    assert trainer.run()
-    first = seen.keys
+    begun = trained(config_of([a], tmp_path, **one))
+    first, optimizer = begun.keys, begun.trainer._optimizer
     assert len(first) == 6 < len(PackedFolder(a))
-    moments = {n: t.full_tensor().clone() for n, t in trainer._optimizer.state()["exp_avg"].items()}
+    moments = {n: t.full_tensor().clone() for n, t in optimizer.state()["exp_avg"].items()}
     data = {"order": "balanced", "micro_batch_size": 2}
     other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
     with pytest.raises(StageError) as refused:
@@ -236,7 +205,7 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert f"data.packs was those of {a} (" in text
     accept = [*names, "batch.global_batch_packs"]
     with pytest.raises(ValueError, match=r"train\.iterations=3 counts all steps, and 3 are done"):
-        resumed(config_of([c], tmp_path, **one), "data.packs")
+        trained(config_of([c], tmp_path, **one), "data.packs")
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
     state = gone._optimizer.state()["exp_avg"]
@@ -252,13 +221,12 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert found["trained"][0]["loader"]["step"] == 6
     assert found["begins"] == [3, 3 + steps[0]]
     assert packs_of(found) == collections.Counter([*first, *seen.keys])
-    _, nothing = resumed(other)  # it is this run by now
-    assert nothing == []
+    assert trained(other).keys == []  # it is this run by now
     back = config_of([a], tmp_path, **one | {"train": {"iterations": 20}})
-    again, keys = resumed(back, *names, "batch.global_batch_packs")
-    assert again._plan.iterations == 20  # in all
-    assert len(keys) == 2 * (20 - 3 - sum(steps))
-    assert keys[:6] == first
+    again = trained(back, *names, "batch.global_batch_packs")
+    assert again.trainer._plan.iterations == 20  # in all
+    assert len(again.keys) == 2 * (20 - 3 - sum(steps))
+    assert again.keys[:6] == first
     assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
 
 
@@ -287,8 +255,7 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     for step, line in enumerate(lines):
         plan = planned if step < state["begins"][1] else trainer._plan
         assert line["learning_rate"] == plan.learning_rate(step, config.schedule)
-    _, keys = resumed(config_of(paths, tmp_path / "run", **sections))
-    assert len(keys) == sizes[2]
+    assert len(trained(config_of(paths, tmp_path / "run", **sections)).keys) == sizes[2]
 
 
 def index_of(root: Path) -> Path:
@@ -331,26 +298,26 @@ def trained_column(run: Run, folder: Path) -> dict[str, int]:
     return {row["key"].partition("#")[0]: row["trained"] for row in rows}
 
 
-def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Done, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Trained, tmp_path: Path) -> None:
     """4 steps; then other packs, of what is left, on 2 ranks, and on 1."""
     index, output = index_of(tmp_path), tmp_path / "run"
     pack_all(stage_of(index, tmp_path / "a", 256))
     a_keys = leg(tmp_path / "a", output, 4)
     assert len(a_keys) == 16 < len(PackedFolder(tmp_path / "a"))
-    trained = samples_of(tmp_path / "a", a_keys)
+    used = samples_of(tmp_path / "a", a_keys)
 
     second = stage_of(index, tmp_path / "b", 512, skip={"trained": str(output)})
     pack_all(second)
     assert verify(second, deep=True).ok
     left_out = [row["key"] for row in set_aside_in_plan(second) if row["reason"] == "trained"]
-    assert sorted(left_out) == sorted(trained)
+    assert sorted(left_out) == sorted(used)
     counts = dict.fromkeys(open_index(second).table("key")["key"].to_pylist(), 0)
     assert 0 < len(left_out) < len(counts)
-    assert trained_column(second, tmp_path) == counts | trained
+    assert trained_column(second, tmp_path) == counts | used
 
     ranks = run_ranks(2, tmp_path / "two", leg, tmp_path / "b", output, 5, ("data.packs",))
     b_keys = [key for own in ranks for key in own] + leg(tmp_path / "b", output, 6)
-    wanted = trained + samples_of(tmp_path / "b", b_keys)
+    wanted = used + samples_of(tmp_path / "b", b_keys)
     found = trained_column(second, tmp_path)
     assert found == counts | wanted
     assert sum(found.values()) == sum(line["sub_samples"] for line in step_lines(output))
@@ -359,8 +326,8 @@ def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Done, tmp_path: P
     third = stage_of(index, tmp_path / "c", 512, skip={"trained": str(output)})
     measure(third)
     aside = make_plan(third, open_index(third)).set_aside
-    assert aside.reasons["trained"] == len(wanted) > len(trained)
-    other = stage_of(index, tmp_path / "d", 512, skip={"trained": str(done.config.output.path)})
+    assert aside.reasons["trained"] == len(wanted) > len(used)
+    other = stage_of(index, tmp_path / "d", 512, skip={"trained": str(done.output)})
     measure(other)
-    with pytest.raises(StageError, match=rf"the run {done.config.output.path} trained no pack of"):
+    with pytest.raises(StageError, match=rf"the run {done.output} trained no pack of"):
         make_plan(other, open_index(other))

@@ -18,7 +18,7 @@ from launch.model.megatron.weights import (
     write_checkpoint,
 )
 from tests.helpers import tiny_checkpoints
-from tests.helpers.packed_runs import TINY_MODEL, WHOLE_VOCABULARY
+from tests.helpers.packed_runs import TINY_MODEL
 from tests.helpers.tiny_checkpoints import all_tensors, assert_same_tensors, transformers_model
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -72,7 +72,8 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
     from transformers import AutoTokenizer
 
     device = initialize_parallel()
-    config = ModelConfig(**{**TINY_MODEL, **WHOLE_VOCABULARY})
+    text = {**TINY_MODEL["text"], "vocab_size": 151_936}
+    config = ModelConfig(**{**TINY_MODEL, "text": text})
     model = build_model(config, device=device, seed=3)
     model.save_hf_checkpoint(tmp_path / "target")
     loaded = transformers_classes("qwen2_vl").model.from_pretrained(tmp_path / "target")

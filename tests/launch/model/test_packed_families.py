@@ -3,7 +3,6 @@ loss and gradients of its samples alone; recurrent layers also of short segments
 refused."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,7 @@ from launch.model.segments import (
     use_varlen_attention,
     why_no_flash,
 )
-from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families import FAMILIES
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
@@ -40,13 +39,13 @@ from tests.helpers.tiny_checkpoints import gradients_of, packed_batch, randomise
 from tests.helpers.tiny_families import (
     QWEN,
     encoded_samples,
-    encoder_options,
+    encoder_of,
     image_masks,
     needs_family,
-    save_tokenizer,
     tiny_model,
 )
 from tests.helpers.varlen import CpuVarlen
+from tests.world import World
 
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]
 CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain"), ("glm4v", "experts")]
@@ -97,10 +96,9 @@ class Case:
         return torch.cat(logits), total, gradients_of(self.model)
 
 
-def build_case(family: str, variant: str, folder: Path) -> Case:
-    save_tokenizer(family, folder)
-    options = encoder_options(family) | ({"template": "plain"} if variant == "plain" else {})
-    encoder: Any = build_sample_encoder(family, str(folder), **options)
+def build_case(world: World, family: str, variant: str = "") -> Case:
+    options = {"template": "plain"} if variant == "plain" else {}
+    encoder = encoder_of(world.tokenizer(family), **options)
     samples = encoded_samples(family, encoder)
     model = tiny_model(family, encoder.media_token_ids, experts=variant == "experts")
     if family.startswith("gemma4"):  # with a window that images exceed
@@ -123,9 +121,8 @@ ALIKE = {("qwen3_5", "experts"), ("glm4v", "experts")}
         for case in CASES
     ]
 )
-def case(request: Any, tmp_path: Path) -> Case:
-    family, variant = request.param
-    return build_case(family, variant, tmp_path)
+def case(request: Any, world: World) -> Case:
+    return build_case(world, *request.param)
 
 
 def test_every_family_is_compared() -> None:
@@ -172,9 +169,9 @@ def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4v", "glm46v"])
-def test_pictures_of_a_video_are_a_video_of_transformers(family: str, tmp_path: Path) -> None:
+def test_pictures_of_a_video_are_a_video_of_transformers(family: str, world: World) -> None:
     """GLM-V's model takes them as images, too: as such they stand in a row beside images."""
-    case = build_case(family, "", tmp_path)
+    case = build_case(world, family)
     row = case.alone(case.samples[2])
     expected = case.logits(row)
     grids = row.pop("image_grid_thw")

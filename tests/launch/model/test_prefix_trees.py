@@ -23,7 +23,7 @@ from launch.model.prefix_trees import RowTrees, row_trees, segment_params
 from launch.model.segments import check_layers, isolate_segments, use_tree_attention
 from launch.model.transformers_model import PackedTransformersModel
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families import FAMILIES
 from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample, Turn
@@ -36,8 +36,9 @@ from tests.helpers.tiny_checkpoints import (
     packed_batch,
     params_of,
 )
-from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
+from tests.helpers.tiny_families import encoder_of, tiny_model
 from tests.helpers.varlen import CpuVarlen
+from tests.world import World
 
 
 def trees_of(
@@ -104,10 +105,9 @@ def tree_forward(model: Any, batch: PackedBatch) -> torch.Tensor:
 IN_TRANSFORMERS = [name for name in FAMILIES if FAMILIES[name].transformers_name]
 
 
-def questions(family: str, folder: Path) -> tuple[Any, list[EncodedSample], int]:
-    """A tiny model, questions on one picture, and the tokens that they share."""
-    save_tokenizer(family, folder)
-    encoder: Any = build_sample_encoder(family, str(folder), **encoder_options(family))
+def questions(world: World, family: str) -> tuple[Any, list[EncodedSample], int]:
+    """Make a tiny model, questions on one picture, and count the tokens that they share."""
+    encoder = encoder_of(world.tokenizer(family))
     image = random_image(np.random.default_rng(0), 100, 70)
     samples = []
     for i, question in enumerate(["What is it?", "Name the colour of bar 3.", "Why?"]):
@@ -130,10 +130,10 @@ OFTEN = {CASES[-1], *(("transformers", name, 1) for name in ("gemma4", "qwen3_5"
     [pytest.param(*one, marks=[] if one in OFTEN else pytest.mark.exhaustive) for one in CASES],
 )
 def test_branches_equal_their_samples_alone(
-    kind: str, family: str, multiple: int, tmp_path: Path
+    kind: str, family: str, multiple: int, world: World, tmp_path: Path
 ) -> None:
     """Losses and gradients, in a row of a tree among whole samples."""
-    own, samples, shared = questions(family, tmp_path)
+    own, samples, shared = questions(world, family)
     is_megatron, is_recurrent = kind == "megatron", FAMILIES[family].is_recurrent
     if is_megatron:
         own.save_pretrained(tmp_path / "model")
@@ -177,9 +177,9 @@ TRUNKS, BRANCHES = (1, 2, 3, 64, 130), (1, 5, 65)
 
 
 @pytest.fixture(scope="module")
-def recurrent(tmp_path_factory: pytest.TempPathFactory) -> PackedTransformersModel:
+def recurrent(world: World) -> PackedTransformersModel:
     """A model of 3 recurrent layers and one of attention."""
-    model, _, _ = questions("qwen3_5", tmp_path_factory.mktemp("qwen3_5"))
+    model, _, _ = questions(world, "qwen3_5")
     plain = PackedTransformersModel(model, torch.float32)
     assert isolate_segments(model) == 3
     use_tree_attention(model)
