@@ -5,9 +5,7 @@ left."""
 import collections
 import itertools
 import logging
-import signal
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from click.testing import CliRunner
 from launch.config import LaunchConfig
 from launch.data.packed_data import read_packed_data
 from launch.loop.metrics import read_metrics
-from launch.loop.trainer import Trainer
 from offline_packing.cli.commands import cli
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
@@ -49,7 +46,6 @@ from tests.helpers.packed_runs import (
 )
 from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.transformers_runs import Interrupted
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -222,10 +218,11 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert found["begins"] == [3, 3 + steps[0]]
     assert packs_of(found) == collections.Counter([*first, *seen.keys])
     assert trained(other).keys == []  # it is this run by now
-    back = config_of([a], tmp_path, **one | {"train": {"iterations": 20}})
+    iterations = 3 + sum(steps) + 4  # in all
+    back = config_of([a], tmp_path, **one | {"train": {"iterations": iterations}})
     again = trained(back, *names, "batch.global_batch_packs")
-    assert again.trainer._plan.iterations == 20  # in all
-    assert len(again.keys) == 2 * (20 - 3 - sum(steps))
+    assert again.trainer._plan.iterations == iterations
+    assert len(again.keys) == 2 * 4
     assert again.keys[:6] == first
     assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
 
@@ -269,17 +266,12 @@ def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = ()) -> R
     return make_run(source, output, pack={"seq_length": seq_length})
 
 
-def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
-    """Go on to a step, as one rank of a group; keys of the packs that were trained."""
+def leg(packs: Path, output: Path, count: int, *accept: str) -> list[str]:
+    """Go on as one rank of a group until it is killed after some packs, at the end of a step of
+    four; return their keys."""
     batch = {"global_batch_packs": 4, "global_batch_size": None}
-    trainer, seen, _ = make_trainer(config_of([str(packs)], output, batch=batch), accept=accept)
-    trainer.resume()
-    act = partial(signal.raise_signal, signal.SIGTERM)
-    stopping = Interrupted(stop_at - trainer.iteration, act, Trainer._step)
-    trainer._step = stopping.__get__(trainer, Trainer)  # type: ignore[method-assign]
-    trainer.run()
-    assert trainer.iteration == stop_at
-    return seen.keys
+    config = config_of([str(packs)], output, batch=batch, checkpoint={"every": 1})
+    return trained(config, *accept, fail_at=count).keys
 
 
 def samples_of(packs: Path, keys: list[str]) -> collections.Counter[str]:
@@ -302,7 +294,7 @@ def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Trained, tmp_path
     """4 steps; then other packs, of what is left, on 2 ranks, and on 1."""
     index, output = index_of(tmp_path), tmp_path / "run"
     pack_all(stage_of(index, tmp_path / "a", 256))
-    a_keys = leg(tmp_path / "a", output, 4)
+    a_keys = leg(tmp_path / "a", output, 16)
     assert len(a_keys) == 16 < len(PackedFolder(tmp_path / "a"))
     used = samples_of(tmp_path / "a", a_keys)
 
@@ -315,8 +307,9 @@ def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Trained, tmp_path
     assert 0 < len(left_out) < len(counts)
     assert trained_column(second, tmp_path) == counts | used
 
-    ranks = run_ranks(2, tmp_path / "two", leg, tmp_path / "b", output, 5, ("data.packs",))
-    b_keys = [key for own in ranks for key in own] + leg(tmp_path / "b", output, 6)
+    ranks = run_ranks(2, tmp_path / "two", leg, tmp_path / "b", output, 2, "data.packs")
+    b_keys = [key for own in ranks for key in own] + leg(tmp_path / "b", output, 4)
+    assert len(b_keys) == 8
     wanted = used + samples_of(tmp_path / "b", b_keys)
     found = trained_column(second, tmp_path)
     assert found == counts | wanted
