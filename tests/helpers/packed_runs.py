@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from megatron.core import parallel_state
 
@@ -19,10 +20,11 @@ from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-from tests.helpers.datasets import captioning_pairs, mixed_pairs, packed_run
+from tests.helpers.datasets import mixed_pairs, packed_run
 
 SEQ_LENGTH = 256
-_OUTPUT = {"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}}
+#: 10 % of the packs in a val split.
+OUTPUT = {"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}}
 
 #: Words of the tiny model. With the real 151,936 a step takes a second; `RecordedBatches` folds
 #: them into these.
@@ -41,9 +43,6 @@ TINY_MODEL: dict[str, Any] = {
     },
     "vision": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
 }
-
-#: The same with all words, for rows that are not folded.
-WHOLE_VOCABULARY: dict[str, Any] = {"text": {**TINY_MODEL["text"], "vocab_size": 151_936}}
 
 #: Heads of 64: smaller ones are not what the kernels are made for.
 GPU_MODEL: dict[str, Any] = {
@@ -70,14 +69,7 @@ def bmr_folder(root: Path, samples: int = 60, **pack: Any) -> Path:
     """Packed dialogues with no picture, one, or two; 10 % of the packs in a val split. `pack`:
     options of packing."""
     source = {"format": "pairs", "path": str(mixed_pairs(root / "source", samples)), "task": "bmr"}
-    packed_run(source, root / "packed", pack={"seq_length": SEQ_LENGTH, **pack}, output=_OUTPUT)
-    return root / "packed"
-
-
-def captioning_folder(root: Path, samples: int = 40) -> Path:
-    """Packed captions."""
-    source = captioning_pairs(root / "source", samples)
-    packed_run(source, root / "packed", pack={"seq_length": SEQ_LENGTH}, output=_OUTPUT)
+    packed_run(source, root / "packed", pack={"seq_length": SEQ_LENGTH, **pack}, output=OUTPUT)
     return root / "packed"
 
 
@@ -95,16 +87,8 @@ def make_config(folder: Path, output: Path, /, **sections: dict[str, Any]) -> La
     return LaunchConfig.model_validate({**merged, **sections})
 
 
-def fold_vocabulary(row: PackedBatch) -> PackedBatch:
-    """The row with words of the tiny model."""
-    is_image = row.tokens == MEDIA_TOKEN_IDS["image_token_id"]
-    tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
-    labels = torch.where(row.labels == IGNORE_INDEX, row.labels, tokens)
-    return dataclasses.replace(row, tokens=tokens, labels=labels)
-
-
 class RecordedBatches:
-    """Micro batches for the tiny model that remember which packs they gave.
+    """Micro batches in words of the tiny model that remember which packs they gave.
 
     `keys`: theirs, added to. `fail_at`: raise instead of giving the pack of this number.
     """
@@ -121,7 +105,10 @@ class RecordedBatches:
         if row is None:
             return None
         self.keys += row.__key__
-        return fold_vocabulary(row)
+        is_image = row.tokens == MEDIA_TOKEN_IDS["image_token_id"]
+        tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
+        labels = torch.where(row.labels == IGNORE_INDEX, row.labels, tokens)
+        return dataclasses.replace(row, tokens=tokens, labels=labels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -165,6 +152,31 @@ def make_trainer(
         device=device,
     )
     return trainer, recorded[0].train, model
+
+
+class Trained(NamedTuple):
+    """A run of this process, and the keys of the packs that it was given."""
+
+    output: Path
+    trainer: Trainer
+    keys: list[str]
+    model: torch.nn.Module
+    #: steps that earlier runs had done
+    begun: int
+
+
+def trained(config: LaunchConfig, *accept: str, fail_at: int | None = None) -> Trained:
+    """Begin or resume a run and train it to its end, or kill it when it asks for the pack of this
+    number."""
+    trainer, recorded, model = make_trainer(config, fail_at=fail_at, accept=accept)
+    trainer.resume()
+    begun = trainer.iteration
+    if fail_at is None:
+        assert trainer.run()
+    else:
+        with pytest.raises(KilledError):
+            trainer.run()
+    return Trained(config.output.path, trainer, recorded.keys, model, begun)
 
 
 def step_lines(output: Path) -> list[dict[str, Any]]:

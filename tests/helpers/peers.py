@@ -4,6 +4,7 @@ losses of packs, to be compared with those of their samples alone.
 A comparison sees a broken boundary, or a neighbour's picture, only in packs of several samples with
 pictures of their own: others are refused. Controls show that it sees them."""
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -253,8 +254,9 @@ def refuse_packs_of_few(packs: PackedFolder, numbers: Iterable[int]) -> None:
     assert distinct >= 2, f"{packs.path}: no pack of {numbers} holds two samples with media"
 
 
+@functools.lru_cache(maxsize=2)  # `check_losses` reads two packs again for each mistake
 def encoded_alone(packs: PackedFolder, number: int) -> list[EncodedSample]:
-    """The samples of a pack, each encoded from its own texts and files."""
+    """Encode the samples of a pack, each from its own texts and files."""
     encoder = packs.task_encoder.encoder  # type: ignore[union-attr]
     samples = []
     for sample, files in stored_samples(packs[number]):

@@ -80,7 +80,7 @@ def asked(root: Path) -> dict[str, Any]:
     root.mkdir(parents=True, exist_ok=True)
     for number in range(4):
         (root / f"picture{number}.jpg").write_bytes(image_bytes(140 + 28 * number, 140))
-    for i in range(160):
+    for i in range(80):
         first, *texts = (
             " ".join(rng.choice(WORDS, rng.integers(2, 12))) for _ in range(2 + 2 * (i % 2))
         )

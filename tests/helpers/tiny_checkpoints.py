@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
 from launch.model.config import tiny_config, transformers_classes
-from launch.model.megatron.weights import gather_weights, weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
@@ -164,8 +162,10 @@ def forward(
     return result
 
 
-def params_of(lengths: Sequence[int], **fields: Any) -> PackedSeqParams:
+def params_of(lengths: Sequence[int], **fields: Any) -> Any:
     """Return the segments of a row without padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths))
     return PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends, **(longest | fields))
@@ -194,8 +194,10 @@ def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
 
 
 def gathered_gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Gradients of a PackedMegatronModel as transformers has them, on tensor parallel rank 0; they
-    take the place of its weights."""
+    """Return gradients of a PackedMegatronModel as transformers has them, on tensor parallel rank
+    0; they take the place of its weights."""
+    from launch.model.megatron.weights import gather_weights
+
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     gathered = gather_weights(model, model.hf_config)
@@ -203,7 +205,9 @@ def gathered_gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint folder."""
+    """Read every tensor of a checkpoint folder."""
+    from launch.model.megatron.weights import weight_files
+
     return {name: t for file in weight_files(folder) for name, t in load_file(file).items()}
 
 

@@ -7,18 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    Glm4vMoeConfig,
-    Glm4vMoeForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from launch.model.config import tiny_config, transformers_classes
 from task_encoders.families import FAMILIES, build_sample_encoder
@@ -103,12 +91,6 @@ _MISTRAL4 = {
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 _EXPERTS |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-#: Mixtures of experts: model type, config and model.
-_MIXTURES: dict[str, tuple[str, Any, Any]] = {
-    "qwen3_vl": ("qwen3_vl_moe", Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
-    "qwen3_5": ("qwen3_5_moe", Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
-    "glm4v": ("glm4v_moe", Glm4vMoeConfig, Glm4vMoeForConditionalGeneration),
-}
 
 
 def save_tokenizer(family: str, folder: Path) -> None:
@@ -184,14 +166,17 @@ def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = Fal
     config = tiny_config(family, text, _VISION.get(family, {}), **token_ids)
     if not experts:
         return randomise(transformers_classes(family).model(config))
-    name, config_class, model = _MIXTURES[family]
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    name = f"{family}_moe"
     # Recurrent layers round so much that a token near a tie would get another expert elsewhere.
     per_token = {"num_experts_per_tok": 4} if FAMILIES[family].is_recurrent else {}
     text_config = config.text_config.to_dict() | _EXPERTS | per_token
     text_config["model_type"] = f"{name}_text"
     vision_config = {**config.vision_config.to_dict(), "model_type": f"{name}_vision"}
-    sparse = config_class(text_config=text_config, vision_config=vision_config, **token_ids)
-    return randomise(model(sparse))
+    parts = {"text_config": text_config, "vision_config": vision_config}
+    sparse = AutoConfig.for_model(name, **parts, **token_ids)
+    return randomise(AutoModelForImageTextToText.from_config(sparse))
 
 
 class LlavaOneVision(nn.Module):
@@ -200,6 +185,12 @@ class LlavaOneVision(nn.Module):
     Encoder), and Qwen3, whose positions count tokens. `depth`: frames of a patch."""
 
     def __init__(self, token_ids: Mapping[str, int], depth: int) -> None:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+            Qwen2VisionTransformerPretrainedModel,
+        )
+
         super().__init__()
         self.token_ids = token_ids
         vision = Qwen2VLVisionConfig(

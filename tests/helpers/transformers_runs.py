@@ -19,7 +19,7 @@ from launch.train_transformers import load_config, main
 from tests.helpers.packed_runs import KilledError, losses
 from tests.helpers.tiny_families import encoder_options
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_1_5", "mistral3", "internvl3"]
+FAMILIES = ["qwen2_vl", "qwen3_vl", "qwen3_5", "llava_1_5", "mistral3", "internvl3"]
 STEPS = 6
 Case = Callable[[str], Path]
 

@@ -1,15 +1,14 @@
 """Packs that tests of training share."""
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.model import transformers_model
-from tests.helpers.packed_runs import bmr_folder, captioning_folder
-from tests.helpers.transformers_runs import Case, command, make_case, train
+from tests.helpers.packed_runs import OUTPUT, SEQ_LENGTH
+from tests.helpers.transformers_runs import Case, make_case
 from tests.helpers.varlen import CpuVarlen
 from tests.world import World
 
@@ -24,15 +23,15 @@ def _leave_groups() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(world: World) -> Path:
     """Packed dialogues."""
-    return bmr_folder(tmp_path_factory.mktemp("dialogues"))
+    return world.packed("bmr", pack={"seq_length": SEQ_LENGTH}, output=OUTPUT)
 
 
 @pytest.fixture(scope="session")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def captions(world: World) -> Path:
     """Packed captions."""
-    return captioning_folder(tmp_path_factory.mktemp("captions"))
+    return world.packed("captioning", pack={"seq_length": SEQ_LENGTH}, output=OUTPUT)
 
 
 @pytest.fixture(scope="session")
@@ -48,19 +47,6 @@ def case(world: World, tmp_path_factory: pytest.TempPathFactory) -> Case:
         return folder
 
     return made
-
-
-@pytest.fixture(scope="session")
-def undisturbed(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Output of a family's training with some options in one process; each is trained once."""
-
-    @cache
-    def trained(family: str, *options: str) -> Path:
-        output = tmp_path_factory.mktemp("undisturbed")
-        train(command(case(family), output, *options, family=family))
-        return output
-
-    return trained
 
 
 @pytest.fixture

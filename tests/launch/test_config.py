@@ -41,18 +41,6 @@ def test_the_examples_are_valid(name: str) -> None:
     assert config.model.preset == "tiny"
 
 
-def test_overrides_are_yaml(file: Path) -> None:
-    config = load_config(
-        file,
-        ["schedule.learning_rate=1e-5", "model.freeze=[vision, projector]", "train.iterations=7"],
-    )
-    stages = load_config(file, [STAGES]).stages
-    assert [stage.data.paths for stage in stages] == [("out/a",), ("out/b",)]
-    assert config.schedule.learning_rate == 1e-5
-    assert config.model.freeze == {"vision", "projector"}
-    assert config.train.iterations == 7
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

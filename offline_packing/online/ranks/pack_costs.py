@@ -12,7 +12,6 @@ import numpy.typing as npt
 from offline_packing.errors import StageError
 from offline_packing.index.rows import of_uses, pack_table
 from offline_packing.index.table import Index, IndexInfo
-from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import load_plan
 from offline_packing.runs.manifest import hash_plan, read_manifest
@@ -80,6 +79,8 @@ def schedule_of(
     """
     if order == "written":
         return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
+    from offline_packing.online.ranks.rank_schedule import RankSchedule  # takes seconds to import
+
     columns = pack_columns(folder)
     # Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers.
     both = columns.media, _outputs(folder)

@@ -17,7 +17,7 @@ from launch.loop.plan import plan_training
 from offline_packing.errors import StageError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings
-from tests.helpers.packed_runs import losses, make_config, make_trainer
+from tests.helpers.packed_runs import losses, make_config, trained
 from tests.helpers.prepared_folders import (
     CRUDE_YAML,
     DATASET_YAML,
@@ -98,10 +98,7 @@ def test_a_run_trains_and_resumes(crude: Path, tmp_path: Path) -> None:
             train={"iterations": iterations},
             schedule={"decay": "constant", "warmup": 0},
         )
-        trainer, recorded, _ = make_trainer(config, accept=["train.iterations"])
-        trainer.resume()
-        assert trainer.run()
-        return recorded.keys
+        return trained(config, "train.iterations").keys
 
     whole = train("once", 4)
     assert train("twice", 2) + train("twice", 4) == whole

@@ -21,7 +21,7 @@ from offline_packing.errors import StageError
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
 from task_encoders.settings import PackingSettingsError
-from tests.helpers.packed_runs import make_config, make_trainer, step_lines
+from tests.helpers.packed_runs import make_config, step_lines, trained
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.shared_media import few_trees, tree_folders
 from tests.helpers.tiny_families import tiny_model
@@ -38,13 +38,6 @@ def folders(world: World) -> tuple[Path, Path]:
     return tree_folders(world)
 
 
-def train(folder: Path, output: Path, **sections: Any) -> torch.nn.Module:
-    trainer, _, model = make_trainer(make_config(folder, output, **sections))
-    trainer.resume()
-    assert trainer.run()
-    return model
-
-
 def test_steps_are_those_of_the_samples_without_trees(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -56,8 +49,12 @@ def test_steps_are_those_of_the_samples_without_trees(
         "data": {"micro_batch_size": 2, "repeat": False},
         "validation": {"every": 1},
     }
-    models = [train(folder, tmp_path / folder.name, **sections) for folder in folders]
-    (other,), (own,) = (step_lines(tmp_path / folder.name) for folder in folders)
+    outputs = [tmp_path / folder.name for folder in folders]
+    models = [
+        trained(make_config(*paths, **sections)).model
+        for paths in zip(folders, outputs, strict=True)
+    ]
+    (other,), (own,) = map(step_lines, outputs)
     for name in ("loss", "grad_norm"):
         assert own[name] == pytest.approx(other[name], rel=1e-4), name
     assert own["sub_samples"] == other["sub_samples"]
@@ -67,7 +64,7 @@ def test_steps_are_those_of_the_samples_without_trees(
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     (whole,), (shared,) = (
         [line["validation_loss"] for line in read_metrics(path) if "validation_loss" in line]
-        for path in (tmp_path / folder.name / "metrics.jsonl" for folder in folders)
+        for path in (output / "metrics.jsonl" for output in outputs)
     )
     assert shared == pytest.approx(whole, rel=1e-5)
 

@@ -4,9 +4,9 @@ the last bit, or says why it does not."""
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from launch.train import cli
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.runs.training_run import VERSION
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
-from tests.helpers.packed_runs import KilledError, losses, make_config, make_trainer
+from tests.helpers.packed_runs import Trained, losses, make_config, make_trainer, trained
 from tests.helpers.transformers_runs import Case
 
 STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 3, 2
@@ -28,15 +28,6 @@ WEIGHTS = "shard-00001-model-00001-of-00003.safetensors"
 Damage = Callable[[Path], object]
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
-
-
-class Whole(NamedTuple):
-    """A run that was never killed."""
-
-    output: Path
-    losses: list[float]
-    keys: list[str]
-    weights: list[torch.Tensor]
 
 
 def config_of(
@@ -49,20 +40,11 @@ def config_of(
 
 
 @pytest.fixture(scope="module")
-def whole(
-    folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Whole]:
-    """The whole run, by number of loader processes."""
-
-    @cache
-    def made(num_workers: int = 0) -> Whole:
-        output = tmp_path_factory.mktemp("whole")
-        (output / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
-        trainer, seen, model = make_trainer(config_of(folder, output, num_workers))
-        assert trainer.run()
-        return Whole(output, losses(output), seen.keys, [*model.parameters()])
-
-    return made
+def whole(folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run that was never killed."""
+    output = tmp_path_factory.mktemp("whole")
+    (output / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
+    return trained(config_of(folder, output))
 
 
 def resumed(folder: Path, output: Path, *accept: str, **sections: Any) -> Any:
@@ -73,41 +55,33 @@ def resumed(folder: Path, output: Path, *accept: str, **sections: Any) -> Any:
 
 @pytest.mark.parametrize(("num_workers", "kills"), [(0, (2, 5)), (2, (3,))])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    num_workers: int, kills: Sequence[int], folder: Path, whole: Any, tmp_path: Path
+    num_workers: int, kills: Sequence[int], folder: Path, whole: Trained, tmp_path: Path
 ) -> None:
-    """Killed in the middle of these steps, in turn: before the first checkpoint, too."""
-    expected = whole(num_workers)
-    assert len(expected.losses) == STEPS
-    assert len(expected.keys) == STEPS * PACKS_PER_STEP
+    """Killed in the middle of these steps, in turn: before the first checkpoint, too. The whole run
+    has no loader processes."""
+    assert len(losses(whole.output)) == STEPS
+    assert len(whole.keys) == STEPS * PACKS_PER_STEP
     config, done = config_of(folder, tmp_path, num_workers), 0
     for step in kills:
         fail_at = (step - 1 - done) * PACKS_PER_STEP + 1
-        killed, seen, _ = make_trainer(config, fail_at=fail_at)
-        killed.resume()
-        assert killed.iteration == done
-        with pytest.raises(KilledError):
-            killed.run()
-        assert seen.keys == expected.keys[done * PACKS_PER_STEP :][:fail_at]
+        killed = trained(config, fail_at=fail_at)
+        assert killed.begun == done
+        assert killed.keys == whole.keys[done * PACKS_PER_STEP :][:fail_at]
         done = (step - 1) // SAVE_EVERY * SAVE_EVERY
-    again, seen_again, model = make_trainer(config)
-    again.resume()
-    assert again.iteration == done
-    assert again.run()
-    assert losses(tmp_path) == expected.losses
-    assert seen_again.keys == expected.keys[done * PACKS_PER_STEP :]
-    assert all(map(torch.equal, model.parameters(), expected.weights))
+    again = trained(config)
+    assert again.begun == done
+    assert losses(tmp_path) == losses(whole.output)
+    assert again.keys == whole.keys[done * PACKS_PER_STEP :]
+    assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
 
 
 def test_a_finished_run_keeps_its_newest_checkpoints_and_does_nothing_more(
-    folder: Path, whole: Any, tmp_path: Path
+    folder: Path, whole: Trained, tmp_path: Path
 ) -> None:
     """Also where its packs were moved."""
-    output, moved = whole().output, tmp_path / "moved"
+    output, moved = whole.output, tmp_path / "moved"
     moved.symlink_to(folder)
-    again, seen, _ = make_trainer(config_of(moved, output))
-    again.resume()
-    assert again.run()
-    assert seen.keys == []
+    assert trained(config_of(moved, output)).keys == []
     names = sorted(path.name for path in (output / "checkpoints").iterdir())
     assert names == ["iter_00000004", "iter_00000006"]
     with pytest.raises(StageError, match="holds another run"):
@@ -146,12 +120,12 @@ DAMAGES: list[tuple[str, Damage, str]] = [
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    folder: Path, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, whole: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it should have held is trained, and saved, again."""
     caplog.set_level(logging.INFO, "launch.loop.checkpoint")
     for number, (name, damage, named) in enumerate(DAMAGES):
-        output = Path(shutil.copytree(whole().output, tmp_path / str(number)))
+        output = Path(shutil.copytree(whole.output, tmp_path / str(number)))
         newest = output / "checkpoints" / "iter_00000006"
         damage(newest / name)
         caplog.clear()
@@ -162,27 +136,24 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         assert f"checkpoint {newest} is damaged: {named}" in line
         assert "; training goes on from iter_00000004, and" in line
     assert trainer.run()
-    assert losses(output) == whole().losses
+    assert losses(output) == losses(whole.output)
     assert resumed(folder, output).iteration == STEPS
     written, expected = (
-        load_file(path / "checkpoints" / newest.name / WEIGHTS) for path in (output, whole().output)
+        load_file(path / "checkpoints" / newest.name / WEIGHTS) for path in (output, whole.output)
     )
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
 def test_damaged_checkpoints_do_not_stand_for_whole_ones(
-    folder: Path, whole: Any, tmp_path: Path
+    folder: Path, whole: Trained, tmp_path: Path
 ) -> None:
     """A damaged one is newer than those that the resumed run saves, which keeps one; and damaged
     ones alone, or one of another version, are refused."""
-    finished = Path(shutil.copytree(whole().output, tmp_path / "run"))
+    finished = Path(shutil.copytree(whole.output, tmp_path / "run"))
     flip_bit(finished / "checkpoints" / "iter_00000006" / WEIGHTS)
     config = config_of(folder, finished, checkpoint={"every": 1, "keep": 1})
-    trainer, *_ = make_trainer(config, fail_at=PACKS_PER_STEP)  # in step 6
-    trainer.resume()
-    with pytest.raises(KilledError):
-        trainer.run()
+    trained(config, fail_at=PACKS_PER_STEP)  # in step 6
     (left,) = (finished / "checkpoints").iterdir()
     assert left.name == "iter_00000005"
     assert resumed(folder, finished).iteration == 5
@@ -220,11 +191,11 @@ FOREIGN: list[tuple[str, Damage]] = [
 
 
 def test_foreign_files_are_refused_in_a_line_of_ours(
-    folder: Path, whole: Any, tmp_path: Path
+    folder: Path, whole: Trained, tmp_path: Path
 ) -> None:
     """Their hashes are right: somebody else wrote them."""
     for number, (name, write) in enumerate(FOREIGN):
-        output = Path(shutil.copytree(whole().output, tmp_path / str(number)))
+        output = Path(shutil.copytree(whole.output, tmp_path / str(number)))
         newest = output / "checkpoints" / "iter_00000006"
         write(newest / name)
         files = read_json(newest / "state.json")["files"] | {name: hash_file(newest / name)}
@@ -240,34 +211,34 @@ def test_foreign_files_are_refused_in_a_line_of_ours(
     assert resumed(folder, output).iteration == 4
 
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "train.normalization": {"train": {"normalization": "sample"}},
-    "schedule.decay": {"schedule": {"decay": "linear"}},
-    "batch.global_batch_packs": {"batch": {"global_batch_packs": 6}},
-    "optimizer.weight_decay": {"optimizer": {"weight_decay": 0.3}},
+OTHERS: dict[str, dict[str, Any]] = {
+    "batch": {"global_batch_packs": 6},
+    "optimizer": {"weight_decay": 0.3},
+    "schedule": {"decay": "linear"},
+    "train": {"normalization": "sample"},
 }
 
 
-@pytest.mark.parametrize("field", CHANGES)
-def test_another_setting_is_refused_unless_it_is_named(
-    field: str, folder: Path, whole: Any
-) -> None:
-    again = partial(resumed, folder, whole().output, **CHANGES[field])
-    with pytest.raises(StageError) as refused:
-        again()
-    text = str(refused.value)
-    assert f"add --accept-mismatch {field} if that is meant" in text
-    assert f" cannot be used: {field} was " in text
-    trainer = again(field)
+def test_other_settings_are_refused_unless_they_are_named(folder: Path, whole: Trained) -> None:
+    again = partial(resumed, folder, whole.output, **OTHERS)
+    names = [f"{section}.{name}" for section, own in OTHERS.items() for name in own]
+    for named in (0, len(names) - 1):
+        with pytest.raises(StageError) as refused:
+            again(*names[:named])
+        text = str(refused.value)
+        asked = " ".join(f"--accept-mismatch {name}" for name in names[named:])
+        assert f"add {asked} if that is meant" in text
+        assert f" cannot be used: {names[named]} was " in text
+    trainer = again(*names)
     assert trainer.iteration == STEPS
     decays = {group["weight_decay"] for group in trainer._optimizer._adamw.param_groups}
-    assert decays == {0.0, trainer._config.optimizer.weight_decay}
+    assert decays == {0.0, 0.3}
 
 
 def test_only_fields_that_may_differ_can_be_accepted(
-    folder: Path, whole: Any, tmp_path: Path
+    folder: Path, whole: Trained, tmp_path: Path
 ) -> None:
-    again = partial(resumed, folder, whole().output, data={"micro_batch_size": 3})
+    again = partial(resumed, folder, whole.output, data={"micro_batch_size": 3})
     for name in ("optimizer.beta3", "data.micro_batch_size"):
         with pytest.raises(ConfigError, match=f"--accept-mismatch {name}: .*; valid: "):
             again(name)

@@ -3,11 +3,9 @@ for other packs; and `source.skip: {trained: RUN}`, with which a run goes on wit
 left."""
 
 import collections
+import itertools
 import logging
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ from click.testing import CliRunner
 
 from launch.config import LaunchConfig
 from launch.data.packed_data import read_packed_data
-from launch.loop.metrics import StepCounts, read_metrics
-from launch.loop.plan import TrainPlan
-from launch.loop.trainer import Trainer
+from launch.loop.metrics import read_metrics
 from offline_packing.cli.commands import cli
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
@@ -31,19 +27,25 @@ from offline_packing.storage.files import read_json
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import LoaderState, trained_items
-from tests.helpers.datasets import config_file, make_run, mixed_pairs, pack_all
+from tests.helpers.datasets import (
+    captioning_pairs,
+    config_file,
+    make_run,
+    mixed_pairs,
+    pack_all,
+    packed_run,
+)
 from tests.helpers.outputs import set_aside_in_plan
 from tests.helpers.packed_runs import (
-    KilledError,
-    captioning_folder,
+    Trained,
     losses,
     make_config,
     make_trainer,
     step_lines,
+    trained,
 )
 from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.transformers_runs import Interrupted
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -68,6 +70,7 @@ def config_of(paths: Sequence[str], output: Path, /, **sections: Any) -> LaunchC
     data = sections.pop("data", {})
     defaults: dict[str, Any] = {
         "batch": {"global_batch_packs": None, "global_batch_size": 6},
+        "schedule": {"decay": "constant", "warmup": 0},
         "train": {"iterations": None},
         "checkpoint": {"every": 2},
     }
@@ -98,132 +101,84 @@ def packs_of(state: Any) -> collections.Counter[str]:
     return found
 
 
-@dataclass
-class Done:
-    """A whole run."""
-
-    config: LaunchConfig
-    losses: list[float]
-    keys: list[str]
-    plan: TrainPlan
-
-
 @pytest.fixture(scope="module")
 def done(
     stages: list[str], bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
-) -> Done:
-    config = config_of(stages, tmp_path_factory.mktemp("whole"), validation={"every": 3})
-    trainer, seen, _ = make_trainer(config)
-    assert trainer.run()
-    return Done(config, losses(config.output.path), seen.keys, trainer._plan)
+) -> Trained:
+    """A whole run."""
+    output = tmp_path_factory.mktemp("whole")
+    return trained(config_of(stages, output, validation={"every": 3}))
 
 
-def test_stages_are_trained_as_by_hand(done: Done) -> None:
-    """Rows of each stage in their order, the learning rate over all."""
-    plan = done.plan
+def test_each_stage_trains_and_validates_on_its_own_packs(stages: list[str], done: Trained) -> None:
+    """In the order written; the packs of a stage's last step are completed from its first."""
+    plan, output = done.trainer._plan, done.output
     assert len({(stage.packs_per_step, stage.iterations) for stage in plan.stages}) == 3
     assert plan.iterations == sum(stage.iterations for stage in plan.stages) > 6
-    lines = step_lines(done.config.output.path)
-    whole = TrainPlan((), (0, plan.iterations))
-    trainer, *_ = make_trainer(done.config)
-    trainer._model.train()
-    step = 0
-    for stage, steps, config in zip(trainer.stages, plan.stages, done.config.stages, strict=True):
-        packs = PackedFolder(config.data.path)
-        assert steps.iterations == -(-len(packs) // steps.packs_per_step)
-        for _ in range(steps.iterations):
-            counts = StepCounts(trainer._device)
-            for _ in range(steps.packs_per_step):
-                trainer._count_loss(stage.train.next(), counts).backward()
-            totals = counts.reduce(counts=True, stop=0)
-            rate = whole.learning_rate(step, config.schedule)
-            norm = trainer._optimizer.step(
-                learning_rate=rate, denominator=totals.denominator, max_norm=1.0
-            )
-            line = lines[step]
-            assert (line["loss"], line["grad_norm"]) == (totals.loss, norm)
-            assert line["learning_rate"] == rate
-            room = totals.packs * read_packed_data(config.data.path).seq_length
-            assert line["fill"] == totals.tokens / room
-            step += 1
-    assert step == len(lines)
-
-
-def test_each_stage_validates_on_its_own_packs_and_is_named(done: Done) -> None:
-    lines = read_metrics(done.config.output.path / "metrics.jsonl")
-    val = [read_packed_data(path).num_val_packs for path in done.config.data.paths]
+    lines, keys = iter(step_lines(output)), list[str]()
+    for stage, path in zip(plan.stages, stages, strict=True):
+        packs = [pack.key for pack in PackedFolder(path)]
+        assert stage.iterations == -(-len(packs) // stage.packs_per_step)
+        own = itertools.cycle(packs)
+        keys += itertools.islice(own, stage.iterations * stage.packs_per_step)
+        for line in itertools.islice(lines, stage.iterations):
+            room = stage.packs_per_step * read_packed_data(path).seq_length
+            assert line["fill"] == line["tokens"] / room
+    assert list(lines) == []
+    assert done.keys == keys
+    val = [read_packed_data(path).num_val_packs for path in stages]
     assert len(set(val)) > 1
-    bounds = done.plan.bounds
-    validated = {n["iteration"]: n["validation_packs"] for n in lines if "validation_packs" in n}
-    for step, packs in validated.items():
-        assert packs == next(val[n] for n in range(3) if step <= bounds[n + 1])
-    assert len(validated) == -(-bounds[-1] // 3)
-    state = state_of(done.config.output.path)
-    assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
-    assert state["begins"] == list(bounds[:-1])
+    validated = {
+        line["iteration"]: line["validation_packs"]
+        for line in read_metrics(output / "metrics.jsonl")
+        if "validation_packs" in line
+    }
+    for step, number in validated.items():
+        assert number == next(val[n] for n in range(3) if step <= plan.bounds[n + 1])
+    assert len(validated) == -(-plan.iterations // 3)
+    state = state_of(output)
+    assert [entry["path"] for entry in state["trained"]] == stages
+    assert state["begins"] == list(plan.bounds[:-1])
     assert packs_of(state) == collections.Counter(done.keys)
 
 
 def test_a_run_killed_between_stages_and_in_one_goes_on(
-    done: Done, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stages: list[str], done: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if nothing had happened, to the last bit; the first kill is between the last step of a
-    stage and the next."""
-    bounds, (first, second, _) = done.plan.bounds, done.plan.stages
-    sections: dict[str, Any] = {"validation": {"every": 3}, "checkpoint": {"every": 1}}
-    config = config_of(done.config.data.paths, tmp_path, **sections)
-    killed, _, _ = make_trainer(config, fail_at=first.iterations * first.packs_per_step + 1)
-    with pytest.raises(KilledError):
-        killed.run()
+    stage and the next. Checkpoints are as far apart as the first stage is long."""
+    bounds, (first, second, _) = done.trainer._plan.bounds, done.trainer._plan.stages
+    every = bounds[1]
+    config = config_of(stages, tmp_path, checkpoint={"every": every})
+    trained(config, fail_at=every * first.packs_per_step + 1)
     state = state_of(tmp_path)
-    assert (state["begins"], state["iteration"]) == ([0], bounds[1])
-    killed, _, _ = make_trainer(config, fail_at=2 * second.packs_per_step + 1)
-    killed.resume()
-    with pytest.raises(KilledError):
-        killed.run()
-    again, seen, _ = make_trainer(config)
-    again.resume()
-    assert again.iteration == bounds[1] + 2
+    assert (state["begins"], state["iteration"]) == ([0], every)
+    trained(config, fail_at=every * second.packs_per_step + 1)
     with caplog.at_level(logging.INFO, "launch"):
-        assert again.run()
-    assert losses(tmp_path) == done.losses
-    assert seen.keys == done.keys[-len(seen.keys) :]
-    assert state_of(tmp_path)["trained"] == state_of(done.config.output.path)["trained"]
-    assert f"stage 3, steps {bounds[2] + 1} to {bounds[3]}: {config.data.paths[2]}" in caplog.text
+        again = trained(config)
+    assert bounds[1] < again.begun == 2 * every < bounds[2]
+    assert losses(tmp_path) == losses(done.output)
+    assert again.keys == done.keys[-len(again.keys) :]
+    assert state_of(tmp_path)["trained"] == state_of(done.output)["trained"]
+    assert f"stage 3, steps {bounds[2] + 1} to {bounds[3]}: {stages[2]}" in caplog.text
 
 
-def resumed(config: LaunchConfig, *accept: str) -> Any:
-    """The trainer, and the packs that it trained to the end."""
-    trainer, seen, _ = make_trainer(config, accept=accept)
-    trainer.resume()
-    assert trainer.run()
-    return trainer, seen.keys
-
-
-def test_a_list_is_extended(stages: list[str], done: Done, tmp_path: Path) -> None:
+def test_a_list_is_extended(stages: list[str], done: Trained, tmp_path: Path) -> None:
     """A run of one path, too; stages that have not begun may change. With one rate, the losses are
     those of all stages at once."""
     a, b, c = stages
-    constant: dict[str, Any] = {
-        "schedule": {"decay": "constant", "warmup": 0, "learning_rate": 3e-3},
-        "checkpoint": {"every": 0},
-    }
-    whole, keys = resumed(config_of(stages, tmp_path / "whole", **constant))
-    assert keys == done.keys
-    _, first = resumed(config_of([a], tmp_path / "run", **constant))
-    assert state_of(tmp_path / "run")["begins"] == [0]
-    killed, _, _ = make_trainer(config_of([a, c, b], tmp_path / "run", **constant), fail_at=0)
-    killed.resume()
-    with pytest.raises(KilledError):
-        killed.run()
-    _, second = resumed(config_of([a, b], tmp_path / "run", **constant))
-    last, third = resumed(config_of([a, b, c], tmp_path / "run", **constant))
-    assert [*first, *second, *third] == keys
-    assert last._plan == whole._plan
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert state_of(tmp_path / "run")["trained"] == state_of(tmp_path / "whole")["trained"]
+    once: dict[str, Any] = {"checkpoint": {"every": 0}}
+    keys = trained(config_of([a], tmp_path, **once)).keys
+    assert state_of(tmp_path)["begins"] == [0]
+    trained(config_of([a, c, b], tmp_path, **once), fail_at=0)
+    keys += trained(config_of([a, b], tmp_path, **once)).keys
+    last = trained(config_of(stages, tmp_path, **once))
+    assert keys + last.keys == done.keys
+    assert last.trainer._plan == done.trainer._plan
+    assert losses(tmp_path) == losses(done.output)
+    assert state_of(tmp_path)["trained"] == state_of(done.output)["trained"]
     with pytest.raises(StageError, match=r"data\.packs was those of .*512.*, is those of"):
-        make_trainer(config_of([a, b], tmp_path / "run", **constant))[0].resume()
+        make_trainer(config_of([a, b], tmp_path, **once))[0].resume()
 
 
 def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> None:
@@ -232,11 +187,10 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     a, b, c = stages
     once: dict[str, Any] = {"checkpoint": {"every": 0}}
     one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 3}, **once}
-    trainer, seen, _ = make_trainer(config_of([a], tmp_path, **one))
-    assert trainer.run()
-    first = seen.keys
+    begun = trained(config_of([a], tmp_path, **one))
+    first, optimizer = begun.keys, begun.trainer._optimizer
     assert len(first) == 6 < len(PackedFolder(a))
-    moments = {n: t.full_tensor().clone() for n, t in trainer._optimizer.state()["exp_avg"].items()}
+    moments = {n: t.full_tensor().clone() for n, t in optimizer.state()["exp_avg"].items()}
     data = {"order": "balanced", "micro_batch_size": 2}
     other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
     with pytest.raises(StageError) as refused:
@@ -247,7 +201,7 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert f"data.packs was those of {a} (" in text
     accept = [*names, "batch.global_batch_packs"]
     with pytest.raises(ValueError, match=r"train\.iterations=3 counts all steps, and 3 are done"):
-        resumed(config_of([c], tmp_path, **one), "data.packs")
+        trained(config_of([c], tmp_path, **one), "data.packs")
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
     state = gone._optimizer.state()["exp_avg"]
@@ -263,35 +217,42 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert found["trained"][0]["loader"]["step"] == 6
     assert found["begins"] == [3, 3 + steps[0]]
     assert packs_of(found) == collections.Counter([*first, *seen.keys])
-    _, nothing = resumed(other)  # it is this run by now
-    assert nothing == []
-    back = config_of([a], tmp_path, **one | {"train": {"iterations": 20}})
-    again, keys = resumed(back, *names, "batch.global_batch_packs")
-    assert again._plan.iterations == 20  # in all
-    assert len(keys) == 2 * (20 - 3 - sum(steps))
-    assert keys[:6] == first
+    assert trained(other).keys == []  # it is this run by now
+    iterations = 3 + sum(steps) + 4  # in all
+    back = config_of([a], tmp_path, **one | {"train": {"iterations": iterations}})
+    again = trained(back, *names, "batch.global_batch_packs")
+    assert again.trainer._plan.iterations == iterations
+    assert len(again.keys) == 2 * 4
+    assert again.keys[:6] == first
     assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
 
 
 def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass over half of a dataset, without repeating: fewer steps than its packs would take. One
-    environment cannot name the tasks of all stages: that they are packs is enough."""
+    """A pass over half of a dataset, without repeating: fewer steps than its packs would take. The
+    learning rate falls over all steps that are planned. One environment cannot name the tasks of
+    all stages: that they are packs is enough."""
     monkeypatch.delenv("OFFLINE_PACKING_BMR")
     half = blend_of(tmp_path / "half.yaml", [f"path: {stages[0]}, repetitions: 0.5"])
-    paths = [str(half), str(captioning_folder(tmp_path / "captions", 12)), stages[2]]
+    captions = tmp_path / "captions"
+    packed_run(captioning_pairs(tmp_path / "source", 12), captions, pack={"seq_length": 256})
+    paths = [str(half), str(captions), stages[2]]
     sizes = [len(PackedFolder(path)) for path in paths]
-    data = {"repeat": False}
-    trainer, seen, _ = make_trainer(config_of(paths[:2], tmp_path / "run", data=data))
-    planned = trainer._plan.bounds
+    sections = {"data": {"repeat": False}, "schedule": {"decay": "cosine"}}
+    config = config_of(paths[:2], tmp_path / "run", **sections)
+    trainer, seen, _ = make_trainer(config)
+    planned = trainer._plan
     assert trainer.run()
     assert len(seen.keys) == sum(sizes[:2])
     state = state_of(tmp_path / "run")
-    assert 0 < state["begins"][1] < planned[1]
-    assert len(losses(tmp_path / "run")) == state["iteration"] < planned[2]
-    _, keys = resumed(config_of(paths, tmp_path / "run", data=data))
-    assert len(keys) == sizes[2]
+    assert 0 < state["begins"][1] < planned.bounds[1]
+    lines = step_lines(tmp_path / "run")
+    assert len(lines) == state["iteration"] < planned.iterations
+    for step, line in enumerate(lines):
+        plan = planned if step < state["begins"][1] else trainer._plan
+        assert line["learning_rate"] == plan.learning_rate(step, config.schedule)
+    assert len(trained(config_of(paths, tmp_path / "run", **sections)).keys) == sizes[2]
 
 
 def index_of(root: Path) -> Path:
@@ -305,17 +266,12 @@ def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = ()) -> R
     return make_run(source, output, pack={"seq_length": seq_length})
 
 
-def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
-    """Go on to a step, as one rank of a group; keys of the packs that were trained."""
+def leg(packs: Path, output: Path, count: int, *accept: str) -> list[str]:
+    """Go on as one rank of a group until it is killed after some packs, at the end of a step of
+    four; return their keys."""
     batch = {"global_batch_packs": 4, "global_batch_size": None}
-    trainer, seen, _ = make_trainer(config_of([str(packs)], output, batch=batch), accept=accept)
-    trainer.resume()
-    act = partial(signal.raise_signal, signal.SIGTERM)
-    stopping = Interrupted(stop_at - trainer.iteration, act, Trainer._step)
-    trainer._step = stopping.__get__(trainer, Trainer)  # type: ignore[method-assign]
-    trainer.run()
-    assert trainer.iteration == stop_at
-    return seen.keys
+    config = config_of([str(packs)], output, batch=batch, checkpoint={"every": 1})
+    return trained(config, *accept, fail_at=count).keys
 
 
 def samples_of(packs: Path, keys: list[str]) -> collections.Counter[str]:
@@ -334,26 +290,27 @@ def trained_column(run: Run, folder: Path) -> dict[str, int]:
     return {row["key"].partition("#")[0]: row["trained"] for row in rows}
 
 
-def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Done, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Trained, tmp_path: Path) -> None:
     """4 steps; then other packs, of what is left, on 2 ranks, and on 1."""
     index, output = index_of(tmp_path), tmp_path / "run"
     pack_all(stage_of(index, tmp_path / "a", 256))
-    a_keys = leg(tmp_path / "a", output, 4)
+    a_keys = leg(tmp_path / "a", output, 16)
     assert len(a_keys) == 16 < len(PackedFolder(tmp_path / "a"))
-    trained = samples_of(tmp_path / "a", a_keys)
+    used = samples_of(tmp_path / "a", a_keys)
 
     second = stage_of(index, tmp_path / "b", 512, skip={"trained": str(output)})
     pack_all(second)
     assert verify(second, deep=True).ok
     left_out = [row["key"] for row in set_aside_in_plan(second) if row["reason"] == "trained"]
-    assert sorted(left_out) == sorted(trained)
+    assert sorted(left_out) == sorted(used)
     counts = dict.fromkeys(open_index(second).table("key")["key"].to_pylist(), 0)
     assert 0 < len(left_out) < len(counts)
-    assert trained_column(second, tmp_path) == counts | trained
+    assert trained_column(second, tmp_path) == counts | used
 
-    ranks = run_ranks(2, tmp_path / "two", leg, tmp_path / "b", output, 5, ("data.packs",))
-    b_keys = [key for own in ranks for key in own] + leg(tmp_path / "b", output, 6)
-    wanted = trained + samples_of(tmp_path / "b", b_keys)
+    ranks = run_ranks(2, tmp_path / "two", leg, tmp_path / "b", output, 2, "data.packs")
+    b_keys = [key for own in ranks for key in own] + leg(tmp_path / "b", output, 4)
+    assert len(b_keys) == 8
+    wanted = used + samples_of(tmp_path / "b", b_keys)
     found = trained_column(second, tmp_path)
     assert found == counts | wanted
     assert sum(found.values()) == sum(line["sub_samples"] for line in step_lines(output))
@@ -362,8 +319,8 @@ def test_a_run_goes_on_with_what_is_left_in_longer_packs(done: Done, tmp_path: P
     third = stage_of(index, tmp_path / "c", 512, skip={"trained": str(output)})
     measure(third)
     aside = make_plan(third, open_index(third)).set_aside
-    assert aside.reasons["trained"] == len(wanted) > len(trained)
-    other = stage_of(index, tmp_path / "d", 512, skip={"trained": str(done.config.output.path)})
+    assert aside.reasons["trained"] == len(wanted) > len(used)
+    other = stage_of(index, tmp_path / "d", 512, skip={"trained": str(done.output)})
     measure(other)
-    with pytest.raises(StageError, match=rf"the run {done.config.output.path} trained no pack of"):
+    with pytest.raises(StageError, match=rf"the run {done.output} trained no pack of"):
         make_plan(other, open_index(other))

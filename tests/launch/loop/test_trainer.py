@@ -17,25 +17,27 @@ import pytest
 import torch
 
 from launch.config import LaunchConfig, MetricsConfig
+from launch.data.packed_data import read_packed_data
 from launch.loop import setup
 from launch.loop.metrics import Eta, MetricsLog, format_line, read_metrics, row_flops
-from launch.loop.setup import run
+from launch.loop.parallel import initialize_parallel
+from launch.loop.setup import build_stages, run
 from launch.loop.trainer import StepError
 from launch.train import failing_in_one_line
 from offline_packing.errors import StageError
 from task_encoders.families import FAMILIES
 from task_encoders.packs.manifest import read_manifest
 from task_encoders.samples import IGNORE_INDEX
-from tests.helpers.packed_runs import SEQ_LENGTH, losses, make_config, make_trainer, step_lines
+from tests.helpers.packed_runs import (
+    SEQ_LENGTH,
+    losses,
+    make_config,
+    make_trainer,
+    step_lines,
+    trained,
+)
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
-
-
-def train(config: LaunchConfig) -> tuple[list[str], torch.nn.Module]:
-    """Keys of the packs trained on, and the model."""
-    trainer, recorded, model = make_trainer(config)
-    assert trainer.run()
-    return recorded.keys, model
 
 
 def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Pat
     packs, samples, tokens = (manifest.total(name) for name in ("packs", "samples", "tokens"))
     assert packs % 5  # so that the last step has fewer packs than the others
     sections = {"train": {"iterations": 1000}, "batch": {"global_batch_packs": 5}}
-    keys, _ = train(make_config(folder, tmp_path, data={"repeat": False}, **sections))
+    keys = trained(make_config(folder, tmp_path, data={"repeat": False}, **sections)).keys
     assert len(keys) == len(set(keys)) == packs
     lines = step_lines(tmp_path)
     assert len(lines) == -(-packs // 5)
@@ -55,6 +57,17 @@ def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Pat
         assert 0 <= line["data_wait"] < 1
 
 
+def test_the_seed_of_a_run_decides_its_order(folder: Path, tmp_path: Path) -> None:
+    orders = []
+    for seed in (0, 0, 7):
+        data: dict[str, Any] = {"order": "balanced", "repeat": False}
+        config = make_config(folder, tmp_path, data=data, train={"seed": seed})
+        (stage,), _ = build_stages(config, [read_packed_data(folder)], initialize_parallel())
+        orders.append([row.__key__ for row in iter(stage.train.next, None)])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
 def test_micro_batches_do_not_change_a_step(folder: Path, tmp_path: Path) -> None:
     runs = {}
     for size in (1, 4):
@@ -63,8 +76,8 @@ def test_micro_batches_do_not_change_a_step(folder: Path, tmp_path: Path) -> Non
             "batch": {"global_batch_packs": 4},
             "train": {"iterations": 3, "normalization": "sample"},
         }
-        keys, _ = train(make_config(folder, tmp_path / str(size), **sections))
-        runs[size] = losses(tmp_path / str(size)), keys
+        run = trained(make_config(folder, tmp_path / str(size), **sections))
+        runs[size] = losses(tmp_path / str(size)), run.keys
     assert runs[1][1] == runs[4][1]
     assert runs[4][0] == pytest.approx(runs[1][0], abs=1e-5)
 
@@ -181,7 +194,7 @@ def test_samples_can_be_let_attend_to_each_other(folder: Path, tmp_path: Path) -
     for crossing in (False, True):
         output = tmp_path / str(crossing)
         data = {"cross_sample_attention": crossing}
-        train(make_config(folder, output, data=data, train={"iterations": 1}))
+        trained(make_config(folder, output, data=data, train={"iterations": 1}))
         first[crossing] = step_lines(output)[0]
     assert first[True]["loss"] != first[False]["loss"]
     assert first[True]["tokens"] == first[False]["tokens"]
@@ -219,7 +232,7 @@ def test_logs_have_every_step_once(
     sections: dict[str, Any] = {"train": {"iterations": 4}, "metrics": metrics}
     sections["validation"] = {"every": 100}
     with caplog.at_level(logging.INFO, "launch"):
-        train(make_config(folder, tmp_path, **sections))
+        trained(make_config(folder, tmp_path, **sections))
     steps = step_lines(tmp_path)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
     first, last, validated = lines  # a run shorter than validation.every is validated once

@@ -18,7 +18,6 @@ from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.model import PackedMegatronModel, build_model
 from launch.model.megatron.weights import published_name
-from task_encoders.families import build_sample_encoder
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
@@ -34,7 +33,7 @@ from tests.helpers.tiny_checkpoints import (
     unpacked_inputs,
 )
 from tests.helpers.tiny_checkpoints import write_checkpoint as write_qwen
-from tests.helpers.tiny_families import encoded_samples, encoder_options, save_tokenizer, tiny_model
+from tests.helpers.tiny_families import encoded_samples, encoder_of, save_tokenizer, tiny_model
 
 #: Families, and whether their embeddings are tied.
 CASES = [("qwen2_vl", False), ("qwen2_5_vl", False), ("qwen3_vl", True)]
@@ -127,7 +126,7 @@ def compare(
 
 def write_checkpoint(folder: Path, family: str, language: str, **given: Any) -> Path:
     """A tiny model's, with this language model."""
-    config = tiny_model(family, encoder_of(folder, family).media_token_ids).config.to_dict()
+    config = tiny_model(family, encoder_of(folder / family).media_token_ids).config.to_dict()
     published = {"model_type": language, "head_dim": 16, **TEXT.get(language, {})}
     text = config["text_config"] | published | given
     classes, tied = transformers_classes(family), language == "qwen3"  # as small ones of 3.5 are
@@ -135,10 +134,6 @@ def write_checkpoint(folder: Path, family: str, language: str, **given: Any) -> 
     checkpoint = folder / "-".join([family, language, *given])
     randomise(classes.model(classes.config.from_dict(whole))).save_pretrained(checkpoint)
     return checkpoint
-
-
-def encoder_of(folder: Path, family: str) -> Any:
-    return build_sample_encoder(family, str(folder / family), **encoder_options(family))
 
 
 def built(checkpoint: Path, device: torch.device, **config: Any) -> PackedMegatronModel:
@@ -172,7 +167,7 @@ def compare_layout(
             rows = {row: row_samples(reference, row) for row in kinds}
         else:
             # transformers' dynamic angles grow with the longest sample so far, and do not shrink.
-            samples = encoded_samples(family, encoder_of(folder, family))
+            samples = encoded_samples(family, encoder_of(folder / family))
             rows = {"pictures": sorted(samples, key=lambda sample: len(sample.tokens))}
         for row, samples in rows.items():
             model = built(checkpoint, device)
@@ -199,19 +194,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "layouts",
     [
-        [(1, 1, *ROWS)],
-        [(2, 1, "mixed"), (1, 2, "images_and_videos")],
+        [(1, 1, "mixed")],
+        [(2, 1, "images_and_videos"), (1, 2, "images_and_videos")],
         pytest.param([(1, 4, *ROWS), (2, 2, *ROWS)], marks=pytest.mark.exhaustive),
-        pytest.param([(2, 4, *ROWS)], marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_packed_megatron_equals_unpacked_transformers(
-    layouts: list[Any], checkpoints: Path, tmp_path: Path
+    layouts: list[Any], checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each layout: tensor parallel ranks, context parallel ranks, and kinds of rows."""
+    """In each layout: tensor parallel ranks, context parallel ranks, and kinds of rows. One rank
+    computes losses of a few labels at a time."""
     ranks = math.prod(layouts[0][:2])
     if ranks == 1:
+        monkeypatch.setattr("launch.model.packed_model.LOSS_CHUNK", 8)
         of_layouts = compare_all(checkpoints, layouts)
     else:
         of_layouts = run_ranks(ranks, tmp_path, compare_all, checkpoints, layouts)[0]
@@ -229,7 +225,7 @@ def test_packed_megatron_equals_unpacked_transformers(
 
 
 def test_towers_of_whole_pictures_are_recomputed_and_frozen(checkpoints: Path) -> None:
-    batch = packed_batch(encoded_samples("mistral3", encoder_of(checkpoints, "mistral3")))
+    batch = packed_batch(encoded_samples("mistral3", encoder_of(checkpoints / "mistral3")))
     labels, found = shift_labels(batch.labels), []
     for own in ({}, {"recompute": "full"}, {"freeze": ["vision"]}, {"freeze": ["projector"]}):
         model = built(checkpoints / "mistral3-mistral", initialize_parallel(), **own).train()

@@ -3,7 +3,6 @@ loss and gradients of its samples alone; recurrent layers also of short segments
 refused."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,7 @@ from launch.model.segments import (
     use_varlen_attention,
     why_no_flash,
 )
-from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families import FAMILIES
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
@@ -40,13 +39,13 @@ from tests.helpers.tiny_checkpoints import gradients_of, packed_batch, randomise
 from tests.helpers.tiny_families import (
     QWEN,
     encoded_samples,
-    encoder_options,
+    encoder_of,
     image_masks,
     needs_family,
-    save_tokenizer,
     tiny_model,
 )
 from tests.helpers.varlen import CpuVarlen
+from tests.world import World
 
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]
 CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain"), ("glm4v", "experts")]
@@ -84,22 +83,22 @@ class Case:
     def logits(self, kwargs: dict[str, Any]) -> torch.Tensor:
         return self.model(**kwargs).logits[0]
 
-    def gradients(self, *rows: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss per labelled token of all rows, and its gradients."""
+    def trained(self, *rows: dict[str, Any]) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+        """Return the logits of all rows, their loss per labelled token, and its gradients."""
         counts = [int((row["labels"] != IGNORE_INDEX).sum()) for row in rows]
-        self.model.zero_grad()
-        total = 0.0
+        total, logits = 0.0, []
         for row, count in zip(rows, counts, strict=True):
-            loss = self.model(**row).loss * (count / sum(counts))
+            found = self.model(**row)
+            loss = found.loss * (count / sum(counts))
             loss.backward()
             total += float(loss)
-        return total, gradients_of(self.model)
+            logits.append(found.logits[0].detach())
+        return torch.cat(logits), total, gradients_of(self.model)
 
 
-def build_case(family: str, variant: str, folder: Path) -> Case:
-    save_tokenizer(family, folder)
-    options = encoder_options(family) | ({"template": "plain"} if variant == "plain" else {})
-    encoder: Any = build_sample_encoder(family, str(folder), **options)
+def build_case(world: World, family: str, variant: str = "") -> Case:
+    options = {"template": "plain"} if variant == "plain" else {}
+    encoder = encoder_of(world.tokenizer(family), **options)
     samples = encoded_samples(family, encoder)
     model = tiny_model(family, encoder.media_token_ids, experts=variant == "experts")
     if family.startswith("gemma4"):  # with a window that images exceed
@@ -122,9 +121,8 @@ ALIKE = {("qwen3_5", "experts"), ("glm4v", "experts")}
         for case in CASES
     ]
 )
-def case(request: Any, tmp_path: Path) -> Case:
-    family, variant = request.param
-    return build_case(family, variant, tmp_path)
+def case(request: Any, world: World) -> Case:
+    return build_case(world, *request.param)
 
 
 def test_every_family_is_compared() -> None:
@@ -137,27 +135,27 @@ def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
     if is_recurrent or sees_images:
         leaking = case.logits(without_boundaries(case.packed()))
     assert (isolate_segments(case.model) > 0) == is_recurrent
-    alone = [case.alone(sample) for sample in case.samples]
-    expected = torch.cat([case.logits(row) for row in alone])
-    found = case.logits(case.packed())
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    alone = map(case.alone, case.samples)
+    expected, expected_loss, expected_gradients = case.trained(*alone)
+    assert len(expected_gradients) > 40
     with torch.compiler.set_stance("force_eager"):  # compiled, flex attention takes 40 s
-        for attention in ("eager", "flex_attention", "sdpa") if sees_images else ():
+        for attention in ("eager", "flex_attention") if sees_images else ():
             case.model.set_attn_implementation({"text_config": attention})
             again = case.logits(case.packed())
             torch.testing.assert_close(again, expected, atol=3e-5, rtol=0)
+    if sees_images:
+        case.model.set_attn_implementation({"text_config": "sdpa"})
     control = case.logits(case.packed(cross_sample_attention=True))
     assert (control - expected).abs().max() > (1 if sees_images else 0.1)
     if is_recurrent or sees_images:
         assert (leaking - expected).abs().max() > 0.1
 
-    expected_loss, expected_gradients = case.gradients(*alone)
-    assert len(expected_gradients) > 40
     has_varlen = isinstance(case.model, PreTrainedModel) and not why_no_flash(case.model.config)
     for attention in ("sdpa", "torch_varlen")[: 1 + has_varlen]:
         if attention == "torch_varlen":
             use_varlen_attention(case.model)
-        loss, gradients = case.gradients(case.packed())
+        found, loss, gradients = case.trained(case.packed())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         assert gradients.keys() == expected_gradients.keys()
         for name, gradient in expected_gradients.items():
@@ -171,9 +169,9 @@ def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4v", "glm46v"])
-def test_pictures_of_a_video_are_a_video_of_transformers(family: str, tmp_path: Path) -> None:
+def test_pictures_of_a_video_are_a_video_of_transformers(family: str, world: World) -> None:
     """GLM-V's model takes them as images, too: as such they stand in a row beside images."""
-    case = build_case(family, "", tmp_path)
+    case = build_case(world, family)
     row = case.alone(case.samples[2])
     expected = case.logits(row)
     grids = row.pop("image_grid_thw")

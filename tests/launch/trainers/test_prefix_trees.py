@@ -1,19 +1,18 @@
-"""Packs whose samples share prefixes, in transformers' Trainer: losses of the samples alone, steps
-and evaluations of the samples whole, and models that are refused."""
+"""Packs whose samples share prefixes, in transformers' Trainer: steps and evaluations of samples
+whole, and models that are refused."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
 from launch.model.segments import has_tree_attention
 from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.hf_trainers import QUIET, check_branches, packed_trainer, row_of_trees
-from tests.helpers.peers import losses_of, open_packs, samples_alone
+from tests.helpers.hf_trainers import QUIET, packed_trainer, row_of_trees
+from tests.helpers.peers import open_packs
 from tests.helpers.shared_media import few_trees
 from tests.world import World
 
@@ -37,15 +36,6 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def case(world: World) -> Case:
     return Case(*few_trees(world, "qwen2_vl"))
-
-
-def test_losses_are_those_of_the_samples_alone(case: Case, tmp_path: Path) -> None:
-    model, packs = case.model(), case.packs()
-    samples = [one for number in range(len(packs)) for one in samples_alone(packs, number)]
-    assert len(samples) == 17
-    with torch.no_grad():
-        alone = torch.cat([losses_of(model, sample) for sample in samples])
-    check_branches(packed_trainer(tmp_path, model, packs), packs, alone)
 
 
 def test_a_step_and_an_evaluation_are_those_of_whole_samples(case: Case, tmp_path: Path) -> None:
