@@ -134,7 +134,7 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
     [
         *((front, 0, 1, 14 if "endless" in front else 6) for front in DATASETS),
         *[("Energon", 0, 1, 8), ("Energon endless", 0, 1, 19)],
-        *[("auto", 1, 1, 19), ("constant", 2, 1, 13), ("dynamic", 0, 2, 5)],
+        *[("constant", 2, 1, 13), ("dynamic", 0, 2, 5)],
         ("endless savable", 2, 2, 26),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
