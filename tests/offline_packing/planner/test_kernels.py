@@ -94,7 +94,7 @@ PLAN = """
 import numpy as np
 from offline_packing import plan_packs
 rng = np.random.default_rng(0)
-plan = plan_packs(rng.choice(rng.integers(2000, 4100, 150), 1000), 8192)
+plan = plan_packs(rng.choice(rng.integers(2000, 4100, 100), 600), 8192)
 """
 SMALL_PLANS = f"""
 import gc, logging

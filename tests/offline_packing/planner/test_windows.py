@@ -19,9 +19,11 @@ from tools.benchmarks.length_distributions import DISTRIBUTIONS, draw_lengths
 
 
 def run(options: WindowOptions, lengths: np.ndarray, cuts: list[int]) -> list[list[int]]:
-    """Plan a stream in parts, each by a planner that is restored."""
-    planner, packs = WindowPlanner(options), []
-    for part in np.split(lengths, cuts):
+    """Plan a stream in parts, each but the first by a planner that is restored."""
+    first, *others = np.split(lengths, cuts)
+    planner = WindowPlanner(options)
+    packs = [planner.push(first)]
+    for part in others:
         planner = WindowPlanner.from_state(planner.state())
         packs.append(planner.push(part))
     return as_lists(join_packs([*packs, planner.finish()]))
