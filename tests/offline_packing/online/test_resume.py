@@ -139,8 +139,7 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                *[("auto", 4, 2, 9), ("dynamic", 4, 2, 9), ("constant", 2, 1, 9)],
-                *[("endless", 2, 2, 26), ("endless stream", 2, 2, 26)],
+                *[("auto", 4, 2, 9), ("endless", 2, 2, 26), ("endless stream", 2, 2, 26)],
                 *[("Energon", 2, 1, 4), ("Energon endless", 1, 2, 19)],
             )
         ),

@@ -49,12 +49,12 @@ def test_every_strategy_keeps_copies_apart(strategy: str) -> None:
     assert np.array_equal(free.sample_ids, same.sample_ids)
 
 
-@pytest.mark.parametrize("offset", [0, 596])
-def test_copies_cost_no_fill(offset: int) -> None:
+@pytest.mark.parametrize(("offset", "count"), [(0, 3_000), (596, 6_000)])
+def test_copies_cost_no_fill(offset: int, count: int) -> None:
     """Short texts, of which a pack holds many of one length, by themselves and after pictures."""
     rng = np.random.default_rng(0)
-    copy_of = used(rng.integers(2, 4, 6_000))
-    lengths = (offset + np.clip(rng.lognormal(3.2, 0.6, 6_000), 4, 400).astype(np.int64))[copy_of]
+    copy_of = used(rng.integers(2, 4, count))
+    lengths = (offset + np.clip(rng.lognormal(3.2, 0.6, count), 4, 400).astype(np.int64))[copy_of]
     plan = plan_packs(lengths, 8192, copy_of=copy_of)
     assert doubled(plan, copy_of) == 0
     free = plan_packs(lengths, 8192)
