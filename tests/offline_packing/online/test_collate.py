@@ -17,7 +17,12 @@ from offline_packing.online.datasets import (
 )
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from tests.helpers.online_samples import Indexed, lettered
-from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs
+from tests.helpers.tiny_checkpoints import (
+    gradients_of,
+    row_samples,
+    transformers_model,
+    unpacked_inputs,
+)
 
 
 @pytest.mark.parametrize(
@@ -193,20 +198,15 @@ MODES: dict[str, Callable[[list[Any]], Any]] = {
 def loss_and_gradients(
     model: Any, rows: list[dict[str, Any]]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Per labelled token of all rows."""
+    """Return the loss per labelled token of all rows, and its gradients."""
     counts = [int((row["labels"][:, 1:] != IGNORE_INDEX).sum()) for row in rows]
-    model.zero_grad()
     total = 0.0
     for row, count in zip(rows, counts, strict=True):
         if count:
             loss = model(**row).loss * (count / sum(counts))
             loss.backward()
             total += loss.item()
-    return total, {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return total, gradients_of(model)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -122,27 +122,17 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
-    """The optimum by exhaustive search: place the next sample in every pack with new content."""
-    best = len(lengths)
-
-    def place(index: int, rooms: tuple[int, ...]) -> None:
-        nonlocal best
-        if len(rooms) >= best:
-            return
-        if index == len(lengths):
-            best = len(rooms)
-            return
-        length = lengths[index]
-        for room in set(rooms):
-            if room >= length:
-                others = list(rooms)
-                others.remove(room)
-                place(index + 1, tuple(sorted([*others, room - length])))
-        place(index + 1, tuple(sorted([*rooms, capacity - length])))
-
-    lengths = sorted(lengths, reverse=True)
-    place(0, ())
-    return best
+    """The optimum, by the fewest packs of each subset, and the least tokens in the last of them."""
+    best = [(0, capacity)]
+    for subset in range(1, 1 << len(lengths)):
+        found = []
+        for sample, length in enumerate(lengths):
+            if subset >> sample & 1:
+                packs, tokens = best[subset ^ 1 << sample]
+                fits = tokens + length <= capacity
+                found.append((packs, tokens + length) if fits else (packs + 1, length))
+        best.append(min(found))
+    return best[-1][0]
 
 
 def assert_packs_all(composition: Composition, counts: np.ndarray) -> None:
