@@ -122,7 +122,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
-    """The optimum, by the fewest packs of each subset, and the least tokens in the last of them."""
+    """Find the optimum: for each subset, the fewest packs, and the least tokens in the last one."""
     best = [(0, capacity)]
     for subset in range(1, 1 << len(lengths)):
         found = []
