@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ from tests.helpers.shared_media import MODEL, shared_media
 from tests.helpers.sizes import as_lists
 
 SEQ_LENGTH = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> Iterator[None]:
+    """Compile kernels for small plans as well: in Python, those of budgets take 10 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_planned", kernels._MOST_IN_ALL)
+        yield
 
 
 def drawn_uses(
@@ -295,12 +304,6 @@ def check_trees(run: Run, samples: Index, packs: PackPlan) -> None:
     assert len(packs.sample_ids) - len({*packs.sample_ids.tolist()}) == packs.info.num_copies
 
 
-@pytest.fixture
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile kernels for small plans as well: in Python, those of budgets take 10 s."""
-    monkeypatch.setattr(kernels, "_planned", kernels._MOST_IN_ALL)
-
-
 BY_TOKENS = ("order", "uniform", "budgets", "max_samples", "mixed", "best_fit", "first_fit")
 #: Options that contradict each other, with trees and without.
 APART = {
@@ -316,7 +319,6 @@ PAIRS = itertools.combinations(OPTIONS, 2)
     [*zip(OPTIONS), *(pytest.param(pair, marks=pytest.mark.exhaustive) for pair in PAIRS)],
     ids="-".join,
 )
-@pytest.mark.usefixtures("_compiled")
 def test_options_with_trees(names: tuple[str, ...], tmp_path: Path) -> None:
     """The plan with trees keeps the options, alone and in pairs, and that without trees uses the
     same samples in more packs."""
