@@ -1,5 +1,6 @@
 """The demo dataset: same seed same bytes, the forms people have, texts true of the pixels."""
 
+import functools
 import itertools
 import json
 import re
@@ -47,28 +48,34 @@ def records(path: Path, truth: Truth) -> dict[str, dict[str, Any]]:
     return {name: json.loads(texts[name]) for name in readable}
 
 
-def texts_of(record: dict[str, Any]) -> list[str]:
-    if "messages" in record:
-        return [message["content"] for message in record["messages"]]
-    return [record["caption"] if "caption" in record else record["captions"][0]["content"]]
-
-
-def images_of(path: Path, name: str, record: dict[str, Any]) -> list[Path]:
-    """The files of a sample's pictures, but missing ones."""
-    if "images" in record:
-        files = [path / name.split("/")[0] / image for image in record["images"]]
-    else:
-        files = [path / f"{name}.{suffix}" for suffix in ("jpg", "png")]
-    return [file for file in files if file.exists()]
-
-
-def test_the_seed_alone_decides_every_byte(tmp_path: Path) -> None:
-    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        generate_demo_dataset(tmp_path / name, seed=seed, num_samples=60, progress=False)
-    first, second, other = (files_of(tmp_path / name) for name in "abc")
+def test_the_seed_alone_decides_every_byte(
+    path: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a run that is interrupted, which leaves no dataset. A finished dataset is reused,
+    and another is refused."""
+    make = functools.partial(generate_demo_dataset, num_samples=60, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "draw_picture", None)
+        with pytest.raises(TypeError):
+            make(tmp_path / "a", seed=5)
+    assert not (tmp_path / "a").exists()
+    made = make(tmp_path / "a", seed=5)
+    make(tmp_path / "b", seed=5)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]
+    first, second, other = (files_of(folder) for folder in (tmp_path / "a", tmp_path / "b", path))
     assert len(first) > 100
     assert first == second
     assert set(first.values()).isdisjoint(v for k, v in other.items() if k.endswith(".jpg"))
+    written = (tmp_path / "a/truth.json").stat().st_mtime_ns
+    assert make(tmp_path / "a", seed=5) == made
+    assert (tmp_path / "a/truth.json").stat().st_mtime_ns == written
+    (tmp_path / "foreign").mkdir()
+    for name in ("a", "foreign"):
+        message = "is not the demo dataset .*'seed': 1.*; remove"
+        with pytest.raises(FileExistsError, match=message):
+            make(tmp_path / name, seed=1)
+    with pytest.raises(ValueError, match="num_samples 49 < 50"):
+        make(tmp_path / "small", num_samples=49)
 
 
 def test_records_have_the_forms_people_have(truth: Truth, records: dict[str, Any]) -> None:
@@ -109,10 +116,17 @@ def test_what_is_said_is_in_the_pixels(
 ) -> None:
     checked: Counter[str] = Counter()
     for name, record in records.items():
-        images = images_of(path, name, record)
+        folder, _, key = name.partition("/")
+        if "images" in record:
+            images = [path / folder / image for image in record["images"]]
+        else:
+            images = [*(path / folder).glob(f"{key}.[jp][pn]g")]
         if len(images) != 1 or name in truth["set_aside"]:
             continue
-        texts = texts_of(record)
+        if "messages" in record:
+            texts = [message["content"] for message in record["messages"]]
+        else:
+            texts = [record["caption"] if "caption" in record else record["captions"][0]["content"]]
         with Image.open(images[0]) as stored:
             checked[stored.mode] += 1
             checked["turned"] += stored.getexif().get(0x0112) == 6
@@ -149,30 +163,3 @@ def test_what_is_set_aside_was_planted(path: Path, truth: Truth, task: str, tmp_
     lengths = open_index(run).array("num_tokens")
     lengths = lengths[lengths <= SEQ_LENGTH]
     assert 2 * lengths.min() <= np.median(lengths) < lengths.max() / 3
-
-
-def test_a_finished_dataset_is_reused_and_another_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    first = generate_demo_dataset(path, num_samples=50, progress=False)
-    written = (path / "truth.json").stat().st_mtime_ns
-    assert generate_demo_dataset(path, num_samples=50, progress=False) == first
-    assert (path / "truth.json").stat().st_mtime_ns == written
-    with pytest.raises(FileExistsError, match=r"is not the demo dataset .*'seed': 1.*; remove"):
-        generate_demo_dataset(path, seed=1, num_samples=50, progress=False)
-    (tmp_path / "foreign").mkdir()
-    with pytest.raises(FileExistsError, match="is not the demo dataset"):
-        generate_demo_dataset(tmp_path / "foreign", num_samples=50, progress=False)
-    with pytest.raises(ValueError, match="num_samples 49 < 50"):
-        generate_demo_dataset(tmp_path / "small", num_samples=49, progress=False)
-
-
-def test_an_interrupted_run_leaves_no_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "draw_picture", None)
-        with pytest.raises(TypeError):
-            generate_demo_dataset(tmp_path / "data", num_samples=50, progress=False)
-    assert not (tmp_path / "data").exists()
-    generate_demo_dataset(tmp_path / "data", num_samples=50, progress=False)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]

@@ -16,6 +16,7 @@ from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_d
 from offline_packing.online.pools import PackingPool
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.ranks.rank_schedule import RankSchedule
+from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.schedule import RankSampler
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -90,7 +91,6 @@ ones = np.ones(4, int)
         (partial(packed, rank=1), "rank and world_size go together"),
         (partial(packed, rank=2, world_size=2), "rank is 2"),
         (partial(packed, lengths=TOKENS * 1.5), "pass a one-dimensional integer array"),
-        (partial(packed, lengths=TOKENS.astype(str)), "pass a one-dimensional integer array"),
         (partial(packed, lengths=[3, -4, 5]), r"lengths\[1\] is -4 < 0"),
         (
             partial(PackedIterableDataset, STREAM, seq_length=8, shuffle=True),
@@ -104,8 +104,8 @@ ones = np.ones(4, int)
         (partial(get_packed_loader, [1]), "dataset is a list; it must be a dataset of Energon"),
         (partial(OnlineTaskEncoder, seq_length=8, min_pixels=-1), "min_pixels"),
         (partial(encoder, pad_to_seq_length=True, pad_multiple=3), "8 is not a multiple of pad_mu"),
+        *((partial(RankLayout, *layout), "must be at least") for layout in ((0,), (2, -1))),
         (partial(RankSchedule, TOKENS * 1.5), "pass a one-dimensional integer array"),
-        (partial(RankSchedule, TOKENS.astype(str)), "pass a one-dimensional integer array"),
         (partial(RankSchedule, TOKENS[:0], budget=8), "none of 0 items to schedule fits"),
         (partial(RankSchedule, TOKENS + 8, budget=8), "none of 3 items to schedule fits"),
         (partial(schedule, kinds=[0.5, 1, 1]), "pass an integer per length"),

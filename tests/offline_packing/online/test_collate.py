@@ -17,7 +17,12 @@ from offline_packing.online.datasets import (
 )
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from tests.helpers.online_samples import Indexed, lettered
-from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs
+from tests.helpers.tiny_checkpoints import (
+    gradients_of,
+    row_samples,
+    transformers_model,
+    unpacked_inputs,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +90,14 @@ def test_lists_arrays_and_rows_of_a_processor_are_taken() -> None:
 
 
 def test_media_in_lists_are_in_the_row() -> None:
-    """As Hugging Face's datasets have them; text has empty ones."""
-    picture = {"image_grid_thw": [[1, 2, 2]], "position_ids": [[0, 1], [0, 0], [0, 1]]}
+    """As Hugging Face's datasets have them; text has empty ones. Images of any sizes stay one list,
+    as nanoVLM's model takes them."""
+    other = {"image_grid_thw": [[1, 2, 2]], "position_ids": [[0, 1], [0, 0], [0, 1]]}
+    images = [torch.full((tiles, 3, 4, 4), tiles) for tiles in (1, 2, 5)]
     samples = [
-        {"input_ids": [1, 2], "pixel_values": [[0.5, 1.0]] * 4, **picture},
-        {"input_ids": [3], "pixel_values": [], "image_grid_thw": []},
-        {"input_ids": [4, 5], "pixel_values": [torch.zeros(2)] * 4, **picture},
+        {"input_ids": [1, 2], "pixel_values": [[0.5, 1.0]] * 4, "images": images[:2], **other},
+        {"input_ids": [3], "pixel_values": [], "image_grid_thw": [], "images": []},
+        {"input_ids": [4, 5], "pixel_values": [torch.zeros(2)] * 4, "images": images[2:], **other},
     ]
     row = padding_free_collator(samples)
     assert row["pixel_values"].tolist() == [[0.5, 1.0]] * 4 + [[0.0, 0.0]] * 4
@@ -99,20 +106,10 @@ def test_media_in_lists_are_in_the_row() -> None:
     assert row["image_grid_thw"].dtype == torch.int64
     counted = [0, 1, 0, 0, 1]
     assert row["position_ids"][:, 0].tolist() == [counted, counted, [0] * 5, counted]
-    assert "pixel_values" not in padding_free_collator(samples[1:2])
-
-
-def test_images_in_lists_stay_one_list() -> None:
-    """Images of any sizes, as nanoVLM's model takes them."""
-    images = [torch.full((tiles, 3, 4, 4), tiles) for tiles in (1, 2, 5)]
-    samples = [
-        {"input_ids": [1], "images": images[:2]},
-        {"input_ids": [2], "images": []},
-        {"input_ids": [3], "images": images[2:]},
-    ]
-    row = padding_free_collator(samples)
     assert all(one is image for one, image in zip(row["images"], images, strict=True))
-    assert padding_free_collator(samples[1:2])["images"] == []
+    text = padding_free_collator(samples[1:2])
+    assert "pixel_values" not in text
+    assert text["images"] == []
 
 
 FIRST = {"input_ids": [1], "pixel_values": torch.ones(1, 2), "images": [torch.ones(1, 2)]}
@@ -201,20 +198,15 @@ MODES: dict[str, Callable[[list[Any]], Any]] = {
 def loss_and_gradients(
     model: Any, rows: list[dict[str, Any]]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Per labelled token of all rows."""
+    """Return the loss per labelled token of all rows, and its gradients."""
     counts = [int((row["labels"][:, 1:] != IGNORE_INDEX).sum()) for row in rows]
-    model.zero_grad()
     total = 0.0
     for row, count in zip(rows, counts, strict=True):
         if count:
             loss = model(**row).loss * (count / sum(counts))
             loss.backward()
             total += loss.item()
-    return total, {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return total, gradients_of(model)
 
 
 @pytest.mark.parametrize("mode", MODES)

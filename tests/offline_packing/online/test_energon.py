@@ -25,10 +25,11 @@ from tests.helpers.prepared_folders import (
     folder_of,
     legacy_vqa_folder,
 )
+from tests.helpers.sizes import as_lists
 from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 512
-NUM_SAMPLES = 100
+NUM_SAMPLES = 70
 UNPACKED = PackingSettings(packed=False)
 KEYS = [f"{number:05d}" for number in range(NUM_SAMPLES)]
 
@@ -55,64 +56,50 @@ def batches(folder: Path, count: int | None = None, **options: Any) -> list[Pack
         return list(itertools.islice(loader, count))
 
 
-@pytest.fixture(scope="module")
-def alone(texts: Path) -> list[PackedBatch]:
-    """Each sample in a row of its own, in the order of the files."""
-    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
-    return energon_batches.batches_of(texts, encoder)
-
-
 def keys_of(rows: list[PackedBatch]) -> list[list[str]]:
     return [row.sub_sample_keys for row in rows]
 
 
-def test_every_sample_is_in_one_pack_and_encoded_as_alone(
-    texts: Path, alone: list[PackedBatch]
-) -> None:
-    rows = batches(texts)
-    assert sorted(itertools.chain(*keys_of(rows))) == KEYS
-    assert all(row.tokens.shape[1] <= SEQ_LENGTH for row in rows)
-    by_key = {row.sub_sample_keys[0]: row for row in alone}
-    for row in rows:
-        parts = [by_key[key] for key in row.sub_sample_keys]
+def test_packs_are_the_planners_and_samples_are_encoded_as_alone(texts: Path) -> None:
+    """With the first samples in one window, and all in the order of the files."""
+    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
+    alone = energon_batches.batches_of(texts, encoder)
+    planner = WindowPlanner(WindowOptions(seq_length=SEQ_LENGTH, window=64, seed=3))
+    packs = planner.push(np.array([row.tokens.shape[1] for row in alone]))
+    expected = [*as_lists(packs), *as_lists(planner.finish())]
+    assert sorted(itertools.chain(*expected)) == list(range(NUM_SAMPLES))
+    in_order: dict[str, Any] = {
+        "max_samples_per_sequence": None,
+        "shuffle_over_epochs_multiplier": None,
+        "parallel_shard_iters": 1,
+    }
+    rows = batches(texts, buffer=64, seed=3, **in_order)
+    for row, numbers in zip(rows, expected, strict=True):
+        parts = [alone[number] for number in numbers]
+        assert row.sub_sample_keys == [part.sub_sample_keys[0] for part in parts]
+        assert row.tokens.shape[1] <= SEQ_LENGTH
         for name in ("tokens", "labels", "position_ids"):
-            expected = torch.cat([getattr(part, name) for part in parts], dim=-1)
-            assert torch.equal(getattr(row, name), expected)
+            whole = torch.cat([getattr(part, name) for part in parts], dim=-1)
+            assert torch.equal(getattr(row, name), whole)
         pictures = [part.imgs for part in parts if len(part.image_grid_thw)]
         assert torch.equal(row.imgs, torch.cat(pictures) if pictures else torch.zeros(1, 1))
         ends = itertools.accumulate(part.tokens.shape[1] for part in parts)
         assert row.cu_lengths[0].tolist() == [0, *ends]
 
 
-def test_packs_are_the_planners(texts: Path, alone: list[PackedBatch]) -> None:
-    """With all samples in one window, in the order of the files."""
-    in_order: dict[str, Any] = {
-        "max_samples_per_sequence": None,
-        "shuffle_over_epochs_multiplier": None,
-        "parallel_shard_iters": 1,
-    }
-    lengths = np.array([row.tokens.shape[1] for row in alone])
-    planner = WindowPlanner(WindowOptions(seq_length=SEQ_LENGTH, window=64, seed=3))
-    expected = []
-    for packs in (planner.push(lengths), planner.finish()):
-        for ids in np.split(packs.sample_ids, packs.pack_offsets[1:-1]):
-            expected.append([alone[i].sub_sample_keys[0] for i in ids])
-    assert keys_of(batches(texts, buffer=64, seed=3, **in_order)) == expected
-
-
 def test_a_state_is_keys_and_numbers(texts: Path, tmp_path: Path) -> None:
     """It holds no sample, and goes only with the same windows and workers."""
-    with loading(texts, buffer=90) as loader:
+    with loading(texts, buffer=60) as loader:
         row = next(iter(loader))
         again = loader.restore_sample(row.__restore_key__)  # for debugging, as Energon does it
         assert torch.equal(again.tokens, row.tokens)
         state = loader.save_state_rank()
     torch.save(state, tmp_path / "state.pt")
-    assert (tmp_path / "state.pt").stat().st_size < 90 * 500
-    with pytest.raises(ValueError, match=r"window=90.*window=16.*resume with the same"):
+    assert (tmp_path / "state.pt").stat().st_size < 60 * 500
+    with pytest.raises(ValueError, match=r"window=60.*window=16.*resume with the same"):
         batches(texts, state=state)
     with pytest.raises(ValueError, match="of 0 loader workers, and now there are 1; resume"):
-        batches(texts, buffer=90, workers=1, state=state)
+        batches(texts, buffer=60, workers=1, state=state)
 
 
 def test_epochs_are_whole_and_come_in_another_order(texts: Path) -> None:

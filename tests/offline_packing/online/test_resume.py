@@ -134,13 +134,12 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
     [
         *((front, 0, 1, 14 if "endless" in front else 6) for front in DATASETS),
         *[("Energon", 0, 1, 8), ("Energon endless", 0, 1, 19)],
-        *[("auto", 1, 1, 19), ("constant", 2, 1, 13), ("dynamic", 0, 2, 5)],
+        *[("constant", 2, 1, 13), ("dynamic", 0, 2, 5)],
         ("endless savable", 2, 2, 26),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                *[("auto", 4, 2, 9), ("dynamic", 4, 2, 9), ("constant", 2, 1, 9)],
-                *[("endless", 2, 2, 26), ("endless stream", 2, 2, 26)],
+                *[("auto", 4, 2, 9), ("endless", 2, 2, 26), ("endless stream", 2, 2, 26)],
                 *[("Energon", 2, 1, 4), ("Energon endless", 1, 2, 19)],
             )
         ),
@@ -202,19 +201,12 @@ def test_states_are_plain_and_hold_no_samples() -> None:
     for make in DATASETS.values():
         iterator = iter(dataset := make())
         next(iterator)
-        _assert_plain(dataset.state_dict())
+        torch.save(dataset.state_dict(), file := io.BytesIO())
+        load_state(io.BytesIO(file.getvalue()))
     large = {"length": 10, "pixels": np.zeros(1_000_000, np.uint8)}
     iterator = iter(dataset := PackedIterableDataset([large] * 50, seq_length=64, buffer_size=20))
     next(iterator)
     assert len(pickle.dumps(dataset.state_dict())) < 5_000
-
-
-def _assert_plain(value: Any) -> None:
-    if isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            _assert_plain(one)
-    else:
-        assert value is None or isinstance(value, bool | int | float | str | np.ndarray), value
 
 
 def test_other_settings_readers_and_samples_are_refused() -> None:

@@ -12,8 +12,9 @@ from offline_packing.errors import ConfigError
 from offline_packing.planner.mixture import Mixture
 from offline_packing.planner.pack_plan import PackPlan
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from tests.helpers.datasets import captioning_pairs, make_run
-from tests.world import Source, World, task_encoder
+from tests.helpers.datasets import make_run
+from tests.scenarios import LINES, two
+from tests.world import World, task_encoder
 
 #: Lengths of three sources, which have few in common.
 BANDS = ((100, 400), (300, 1500), (900, 4000))
@@ -76,46 +77,33 @@ def test_a_source_can_begin_or_end_without_a_share() -> None:
     assert found[[0, -1], 0] == pytest.approx([0.95, 0.05], abs=0.01)
 
 
-def captions(folder: Path) -> Source:
-    """Write a source of few captions and one of many."""
-    for name, count, seed in (("few", 30, 0), ("many", 90, 1)):
-        captioning_pairs(folder / name, count, seed)
-    named = {"format": "pairs", "task": "captioning"}
-    return [{**named, "path": str(folder / name), "name": name} for name in ("few", "many")]
-
-
-MIXTURE = {"start": {"few": 0.8, "many": 0.2}, "end": {"many": 1.0}}
-PACK = {"seq_length": 512, "mixture": MIXTURE}
-
-
 @pytest.mark.parametrize(
-    ("pack", "change", "named"),
+    ("mixture", "change", "named"),
     [
-        ({"mixture": {"start": {"few": 0.5}, "end": {"many": 1}}}, {}, "sum to 0.5"),
-        ({"mixture": {"start": {"few": 1}, "end": {"few": 1}}}, {}, "'many' is a source without"),
-        ({"mixture": {"start": {"few": 1}, "end": {"more": 1}}}, {}, "'m(any|ore)' is (a|no) sour"),
-        ({}, {"weight": 2}, "remove weight and repeat"),
-        ({}, {"repeat": 2}, "remove weight and repeat"),
+        ({"start": {"first": 0.5}, "end": {"second": 1}}, {}, "sum to 0.5"),
+        ({"start": {"first": 1}, "end": {"first": 1}}, {}, "'second' is a source without"),
+        ({"start": {"first": 1}, "end": {"more": 1}}, {}, "'(second|more)' is (a|no) sour"),
+        (LINES, {"weight": 2}, "remove weight and repeat"),
+        (LINES, {"repeat": 2}, "remove weight and repeat"),
     ],
 )
 def test_what_it_cannot_mean_is_refused(
-    world: World, pack: dict[str, Any], change: dict[str, Any], named: str
+    world: World, mixture: dict[str, Any], change: dict[str, Any], named: str
 ) -> None:
-    sources = [{**one, **change} for one in world.source(captions)]  # type: ignore[dict-item]
+    sources = [{**one, **change} for one in world.source(two)]  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=named):
-        make_run(sources, Path("out"), pack=PACK | pack)
+        make_run(sources, Path("out"), pack={"mixture": mixture})
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
 def test_energon_that_shuffles_it_is_warned_of(
-    world: World, shuffled: bool, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = world.run(captions, pack=PACK)
+    run = world.run(two, pack={"seq_length": 384, "mixture": LINES})
     root, encoder = run.workspace.root, task_encoder(run)
     worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    if shuffled:
-        shuffle: dict[str, Any] = {"shuffle_buffer_size": None, "max_samples_per_sequence": None}
-        get_train_dataset(root, task_encoder=encoder, batch_size=1, worker_config=worker, **shuffle)
-    else:
-        get_packed_train_dataset(root, encoder, worker_config=worker)
-    assert ("its shards are shuffled, which undoes its mixture" in caplog.text) == shuffled
+    warning = "its shards are shuffled, which undoes its mixture"
+    get_packed_train_dataset(root, encoder, worker_config=worker)
+    assert warning not in caplog.text
+    shuffle: dict[str, Any] = {"shuffle_buffer_size": None, "max_samples_per_sequence": None}
+    get_train_dataset(root, task_encoder=encoder, batch_size=1, worker_config=worker, **shuffle)
+    assert warning in caplog.text

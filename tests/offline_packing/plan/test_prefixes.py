@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from offline_packing.plan.plan import make_plan, plan
 from offline_packing.plan.prefixes import form_trees, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
+from offline_packing.planner.strategies import kernels
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.figures import as_values, run_figures
@@ -37,6 +39,14 @@ from tests.helpers.shared_media import MODEL, shared_media
 from tests.helpers.sizes import as_lists
 
 SEQ_LENGTH = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> Iterator[None]:
+    """Compile kernels for small plans as well: in Python, those of budgets take 10 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_planned", kernels._MOST_IN_ALL)
+        yield
 
 
 def drawn_uses(
@@ -294,10 +304,31 @@ def check_trees(run: Run, samples: Index, packs: PackPlan) -> None:
     assert len(packs.sample_ids) - len({*packs.sample_ids.tolist()}) == packs.info.num_copies
 
 
-def plan_with(folder: Path, *names: str) -> None:
-    """Plan with trees and without, under some options, and check both."""
-    run, plain = (run_with(folder, *names, shared=own) for own in ({"max_branches": 7}, None))
-    samples = make_index(folder, "split_turns" in names)
+BY_TOKENS = ("order", "uniform", "budgets", "max_samples", "mixed", "best_fit", "first_fit")
+#: Options that contradict each other, with trees and without.
+APART = {
+    *itertools.product(["locality"], BY_TOKENS),
+    *itertools.product(["budgets", "max_samples"], ["mixed", "best_fit"]),
+    ("repeat", "weight"),
+}
+PAIRS = itertools.combinations(OPTIONS, 2)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*zip(OPTIONS), *(pytest.param(pair, marks=pytest.mark.exhaustive) for pair in PAIRS)],
+    ids="-".join,
+)
+def test_options_with_trees(names: tuple[str, ...], tmp_path: Path) -> None:
+    """The plan with trees keeps the options, alone and in pairs, and that without trees uses the
+    same samples in more packs."""
+    if {names, names[::-1]} & APART:
+        for shared in (None, True):
+            with pytest.raises(ConfigError, match=r"cannot keep|a weight and a repeat"):
+                run_with(tmp_path, *names, shared=shared)
+        return
+    run, plain = (run_with(tmp_path, *names, shared=own) for own in ({"max_branches": 7}, None))
+    samples = make_index(tmp_path, "split_turns" in names)
     made, without = (make_plan(one, samples) for one in (run, plain))
     assert made.set_aside.reasons == without.set_aside.reasons
     uses = [Counter(one.packs.sample_ids.tolist()) for one in (made, without)]
@@ -307,31 +338,6 @@ def plan_with(folder: Path, *names: str) -> None:
     assert made.packs.info.num_tokens < 0.9 * without.packs.info.num_tokens
     assert made.packs.info.reason_names == without.packs.info.reason_names
     check_trees(run, samples, made.packs)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_option_with_trees(name: str, tmp_path: Path) -> None:
-    plan_with(tmp_path, name)
-
-
-BY_TOKENS = ("order", "uniform", "budgets", "max_samples", "mixed", "best_fit", "first_fit")
-#: Options that contradict each other, with trees and without.
-APART = {
-    *itertools.product(["locality"], BY_TOKENS),
-    *itertools.product(["budgets", "max_samples"], ["mixed", "best_fit"]),
-    ("repeat", "weight"),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("names", itertools.combinations(OPTIONS, 2), ids="-".join)
-def test_options_in_pairs_with_trees(names: tuple[str, str], tmp_path: Path) -> None:
-    if not {names, names[::-1]} & APART:
-        plan_with(tmp_path, *names)
-        return
-    for shared in (None, True):
-        with pytest.raises(ConfigError, match=r"cannot keep|a weight and a repeat"):
-            run_with(tmp_path, *names, shared=shared)
 
 
 def test_repeated_pictures_are_told(tmp_path: Path) -> None:
@@ -463,14 +469,13 @@ SPLIT = {"split": {"train": 0.7, "val": 0.3}}
 MIXTURE = {"start": {"a": 0.8, "b": 0.2}, "end": {"a": 0.2, "b": 0.8}}
 
 
-@pytest.mark.parametrize("output", [{}, SPLIT], ids=["whole", "splits"])
 @pytest.mark.parametrize(
     ("mixture", "shares"), [(None, [0.5]), (MIXTURE, [0.74, 0.62, 0.5, 0.38, 0.26])]
 )
 def test_shares_are_of_the_tokens_that_rows_hold(
-    mixture: Any, shares: list[float], output: dict[str, Any], tmp_path: Path
+    mixture: Any, shares: list[float], tmp_path: Path
 ) -> None:
-    """Of weights, and of a mixture in each fifth of the packs: two sources have two and eight
+    """Of weights, and of a mixture in each fifth of a split's packs: two sources have two and eight
     questions on each of 600 pictures."""
     rng, rows = np.random.default_rng(0), list[dict[str, Any]]()
     for i in range(6000):
@@ -482,7 +487,7 @@ def test_shares_are_of_the_tokens_that_rows_hold(
         rows.append(row | {"media_hash": [medium]})
     samples, weight = write_index(tmp_path, rows), {} if mixture else {"weight": 1}
     pack = {"share_prefixes": True, "seq_length": 1024} | ({"mixture": mixture} if mixture else {})
-    run = make_run(jsonl(tmp_path, weight, weight), tmp_path, pack=pack, output=output)
+    run = make_run(jsonl(tmp_path, weight, weight), tmp_path, pack=pack, output=SPLIT)
     packs = make_plan(run, samples).packs
     for own in splits_of_plan(packs, run.config.output.split).values():
         found = held_shares(samples, packs, own, len(shares))

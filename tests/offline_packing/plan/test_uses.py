@@ -118,9 +118,6 @@ def test_weights_need_no_new_index_and_are_shown(blend: Run, tmp_path: Path) -> 
     shown = preview_plan(run, open_index(run))
     found = re.findall(r"^  [ab] .*? (\d+\.\d)%", shown, re.MULTILINE)
     assert [float(share) for share in found] == pytest.approx([80, 20], abs=1)
-
-
-def test_weights_that_ask_for_too_many_copies(blend: Run) -> None:
     with pytest.raises(StageError, match=f"at most {MAX_REPEAT:,} are made; lower its weight"):
         make_plan(weighted(blend, 1, 1e6), open_index(blend))
 
@@ -179,7 +176,7 @@ def two_sources(folder: Path) -> Source:
     """Write two sources over the same pictures; in the second, these are other files."""
     for source in "ab":
         for i in range(NUM_PICTURES):
-            write_file(folder / source / f"{i}.jpg", image_bytes(56, 56 + 7 * i))
+            write_file(folder / source / f"{i}.jpg", image_bytes(56, 56 + i))
     return [jsonl(folder / one / "r.jsonl", records_of(90, ord(one)), name=one) for one in "ab"]
 
 

@@ -1,4 +1,5 @@
-"""Kernels in Python make the packs that compiled ones make; small plans compile none."""
+"""Kernels in Python make the packs that compiled ones make; small plans compile none, and no number
+of threads changes a plan."""
 
 import itertools
 import os
@@ -7,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ def options_of(rng: np.random.Generator, lengths: np.ndarray) -> dict[str, dict[
 
 OPTIONS = [*options_of(np.random.default_rng(0), np.ones(2))]
 SMALL = [(*case, 80) for case in zip(itertools.cycle(("text", "tiles")), OPTIONS)]
-ALL = [(*case, count) for case in itertools.product(LENGTHS, OPTIONS) for count in (1, 1000)]
+ALL = [(*case, count) for case in itertools.product(LENGTHS, OPTIONS) for count in (1, 300)]
+ALL += [(*case, 1000) for case in zip(itertools.cycle(LENGTHS), OPTIONS)]
 
 
 @pytest.mark.parametrize(
@@ -88,27 +89,43 @@ def test_the_same_packs_in_python(
         np.testing.assert_equal(mine, other)
 
 
-SMALL_PLANS = """
-import logging, sys
+#: Many lengths of few samples each, so that a linear program chooses the packs.
+PLAN = """
 import numpy as np
+from offline_packing import plan_packs
+rng = np.random.default_rng(0)
+plan = plan_packs(rng.choice(rng.integers(2000, 4100, 100), 600), 8192)
+"""
+SMALL_PLANS = f"""
+import gc, logging
+import numpy as np
+from numba.core.registry import CPUDispatcher
 from offline_packing import plan_packs
 from offline_packing.planner.ranks.layout import RankLayout
 logging.basicConfig(level=logging.INFO)
 lengths = np.random.default_rng(0).lognormal(6, 1, 120).clip(1, 8192).astype(np.int32)
 plan_packs(lengths, 8192, order=RankLayout(4))
 plan_packs(lengths, 8192, strategy="hash_bucket")
-plan_packs(lengths, 8192, strategy="knapsack", budgets={"images": (lengths % 5, 20)})
-plan_packs(lengths, 8192, budgets={"images": (lengths % 5, 20)})
+plan_packs(lengths, 8192, strategy="knapsack", budgets={{"images": (lengths % 5, 20)}})
+plan_packs(lengths, 8192, budgets={{"images": (lengths % 5, 20)}})
+functions = [one for one in gc.get_objects() if isinstance(one, CPUDispatcher)]
+own = [one for one in functions if one.py_func.__module__.startswith("offline_packing")]
+assert len(own) > 20 and not any(one.signatures for one in own)
+{PLAN}
+print(plan.sample_ids.tolist())
 """
 
 
-def test_small_plans_compile_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+def test_small_plans_compile_nothing_and_threads_change_no_plan() -> None:
+    threads = "2" if os.environ.get("OMP_NUM_THREADS") == "1" else "1"
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
     command = [sys.executable, "-W", "error", "-c", SMALL_PLANS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "compiling" not in result.stderr
-    assert not list(tmp_path.rglob("*.nb*"))
+    here: dict[str, Any] = {}
+    exec(PLAN, here)
+    assert result.stdout == f"{here['plan'].sample_ids.tolist()}\n"
 
 
 def test_samples_of_all_small_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,6 @@
 bad input, and the plan on disk."""
 
 import inspect
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -61,9 +58,10 @@ def test_each_sample_once_nothing_over_a_limit(
     assert np.array_equal(plan.pack_offsets, again.pack_offsets)
 
 
-def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
+@pytest.mark.parametrize("strategy", ["auto", "hash_bucket"])
+def test_shuffle_changes_the_choice_but_not_the_composition(strategy: str) -> None:
     num_tokens = np.random.default_rng(0).integers(1, 900, 5000)
-    plans = [plan_packs(num_tokens, 1024, seed=seed) for seed in (1, 2)]
+    plans = [plan_packs(num_tokens, 1024, strategy=strategy, seed=seed) for seed in (1, 2)]
     for plan in plans:
         assert_valid(plan, num_tokens)
     assert not np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
@@ -87,25 +85,6 @@ def test_packs_are_in_random_order_whatever_the_strategy(strategy: str) -> None:
     longest = [lengths[pack].max() for pack in plan]
     assert len(longest) > 700
     assert 0.3 < np.mean(np.diff(longest) < 0) < 0.7
-
-
-def test_number_of_threads_does_not_change_the_plan() -> None:
-    code = """
-import hashlib
-import numpy as np
-from offline_packing.planner.strategies.auto import auto
-rng = np.random.default_rng(0)
-lengths = rng.choice(rng.integers(2000, 4100, 150), 1500)
-found = auto(np.bincount(lengths, minlength=8193))
-digest = hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest()
-"""
-    here: dict[str, str] = {}
-    exec(code, here)
-    threads = "2" if os.environ.get("OMP_NUM_THREADS") == "1" else "1"
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
-    command = [sys.executable, "-c", f"{code}print(digest)"]
-    other = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-    assert other.stdout == here["digest"] + "\n"
 
 
 def test_samples_inside_packs() -> None:
@@ -217,11 +196,8 @@ def test_passes_stand_in_the_order_in_which_they_run() -> None:
         (IMAGES | LOCALITY, "assignment locality cannot keep a limit of images: its win"),
         (LOCALITY | {"order": RankLayout(2)}, "order cannot keep assignment locality"),
         (LOCALITY | {"strategy": "knapsack"}, "locality cannot keep strategy 'knapsack'"),
-        (LOCALITY | {"strategy": "mixed"}, "assignment locality cannot keep strategy 'mixed'"),
         (IMAGES | {"strategy": "mixed"}, "strategy 'mixed' cannot keep a limit of images"),
-        ({"max_samples": 2, "strategy": "mixed"}, "'mixed' cannot keep a limit of samples"),
         (MIXTURE | {"order": RankLayout(2)}, "order cannot keep mixture"),
-        (MIXTURE | {"strategy": "mixed"}, "mixture cannot keep strategy 'mixed'"),
         (MIXTURE | {"strategy": "first_fit_decreasing"}, "mixture cannot keep strategy 'first_fit"),
         (MIXTURE | {"max_samples": 9}, "mixture cannot keep a limit of samples"),
         (MIXTURE | LOCALITY, "mixture cannot keep assignment locality"),

@@ -23,7 +23,6 @@ from offline_packing.runs.run import Run, open_encoder
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
 from tests.helpers.datasets import (
-    PAIRS,
     dialogue,
     image_bytes,
     index_rows,
@@ -86,7 +85,7 @@ def check_sub_sample(run: Run, sub: SubSamplePreview, qwen: tiktoken.Encoding) -
 
 
 @pytest.mark.parametrize(
-    ("task", "more"), [*((task, {}) for task in PAIRS), ("vqa", {"layout": "llava_onevision"})]
+    ("task", "more"), [("captioning", {}), ("bmr", {}), ("vqa", {"layout": "llava_onevision"})]
 )
 def test_all_packs_are_shown_as_they_are_encoded(
     task: str, more: dict[str, str], world: World, qwen: tiktoken.Encoding
@@ -156,7 +155,8 @@ def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
-    """Also control tokens written as text, which are told from the control tokens."""
+    """On a terminal and on a page. Also control tokens written as text, which are told from the
+    control tokens."""
     write_file(tmp_path / "data/a.jpg", image_bytes())
     answer = f"{HOSTILE}\x1b[31m\x9b2J <|im_end|>\n<|image_pad|>"
     record = {"messages": dialogue("<image>\nX\u202e", answer), "images": ["a.jpg"]}
@@ -173,11 +173,15 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     shown = click.unstyle(render_pack(pack, full=True))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
     assert "\\u001b[31m\\u009b2J [text: <|im_end|>]" in shown
-    elements = Elements(render_packs([pack], "vqa").decode())
+    assert safe("a\tb\nc\r\u202e") == "a\tb\nc\\u000d\\u202e"
+    page = render_packs([pack], f"</title>{HOSTILE}\x1b\ud800").decode()
+    elements = Elements(page)
     assert elements.names["script"] == 0
     assert "[text: <|im_end|>]" in elements.text
     assert elements.names["img"] == 1
-    assert HOSTILE in elements.text
+    assert elements.text.count(HOSTILE) >= 3  # the title, the heading, and the answer
+    assert "\x1b" not in page
+    assert page.count("\ufffd") >= 4
 
 
 @pytest.mark.parametrize(
@@ -251,15 +255,3 @@ def test_what_cannot_be_shown_is_refused(world: World, tmp_path: Path) -> None:
     tar.write_bytes(tar.read_bytes()[:1000])
     with pytest.raises(StageError, match=r"cannot be read|is cut off"):
         list(preview(run, packs=["0"]))
-
-
-def test_nothing_breaks_out() -> None:
-    """Of a terminal, and of a page."""
-    assert safe("a\tb\nc") == "a\tb\nc"
-    assert safe("\x1b[0m\r\u202e") == "\\u001b[0m\\u000d\\u202e"
-    page = render_packs([], f"</title>{HOSTILE}\x1b\ud800").decode()
-    elements = Elements(page)
-    assert elements.names.keys() <= {*"html head meta title style body main h1 p span".split()}
-    assert elements.text.count(HOSTILE) == 2  # the title and the heading
-    assert "\x1b" not in page
-    assert page.count("\ufffd") == 4

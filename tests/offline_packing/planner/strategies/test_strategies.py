@@ -122,27 +122,17 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
-    """The optimum by exhaustive search: place the next sample in every pack with new content."""
-    best = len(lengths)
-
-    def place(index: int, rooms: tuple[int, ...]) -> None:
-        nonlocal best
-        if len(rooms) >= best:
-            return
-        if index == len(lengths):
-            best = len(rooms)
-            return
-        length = lengths[index]
-        for room in set(rooms):
-            if room >= length:
-                others = list(rooms)
-                others.remove(room)
-                place(index + 1, tuple(sorted([*others, room - length])))
-        place(index + 1, tuple(sorted([*rooms, capacity - length])))
-
-    lengths = sorted(lengths, reverse=True)
-    place(0, ())
-    return best
+    """Find the optimum: for each subset, the fewest packs, and the least tokens in the last one."""
+    best = [(0, capacity)]
+    for subset in range(1, 1 << len(lengths)):
+        found = []
+        for sample, length in enumerate(lengths):
+            if subset >> sample & 1:
+                packs, tokens = best[subset ^ 1 << sample]
+                fits = tokens + length <= capacity
+                found.append((packs, tokens + length) if fits else (packs + 1, length))
+        best.append(min(found))
+    return best[-1][0]
 
 
 def assert_packs_all(composition: Composition, counts: np.ndarray) -> None:
@@ -165,18 +155,6 @@ def test_bounds_never_exceed_the_optimum_and_auto_is_near_it(lengths) -> None:
     assert composition.num_packs <= best_fit_decreasing(counts).num_packs
 
 
-def test_dual_feasible_functions_prove_the_gap_of_tiles() -> None:
-    # Up to 12 tiles and a text: 15 tiles fit 4,096 tokens, 16 do not. Tokens, and prices between a
-    # hundred lengths, prove 1.2% less.
-    rng = np.random.default_rng(0)
-    lengths = 256 * rng.integers(1, 13, 2000) + np.exp(rng.normal(4, 0.8, 2000))
-    counts = count_lengths(lengths.astype(np.int32), 4096)
-    composition = auto(counts)
-    assert_packs_all(composition, counts)
-    assert lower_bound(counts) < 0.99 * dual_feasible_bound(counts)[0]
-    assert composition.num_packs <= composition.lower_bound + 1
-
-
 @given(counts=length_counts())
 @settings(max_examples=100, deadline=None)
 def test_prices_of_a_pattern_are_a_pack_at_most(counts: np.ndarray) -> None:
@@ -191,7 +169,7 @@ FOUND = (967, 1007, 1417, 1827, 2427, 2919)
 
 
 @pytest.mark.parametrize(
-    "seed", [*FOUND, *(pytest.param(seed, marks=EXHAUSTIVE) for seed in range(200))]
+    "seed", [*FOUND, *(pytest.param(seed, marks=EXHAUSTIVE) for seed in range(100))]
 )
 def test_no_peer_makes_fewer_packs(seed: int) -> None:
     seq_length, lengths = draw_random(seed)
@@ -243,6 +221,13 @@ def test_any_prices_and_any_rounding_down_prove_no_more_than_the_optimum(data, l
         (lambda rng: 1100 + rng.gamma(2, 90, 20_000), 0.993, 1.0005),
         pytest.param(
             lambda rng: 1500 + rng.gamma(4, 100, 100_000), 0.993, 1.0005, marks=EXHAUSTIVE
+        ),
+        # Up to 12 tiles and a text: 15 tiles fit, 16 do not. Dual feasible functions prove the gap;
+        # tokens, and prices between a hundred lengths, prove 2% less.
+        (
+            lambda rng: 512 * rng.integers(1, 13, 2000) + np.exp(rng.normal(4.7, 0.8, 2000)),
+            0.99,
+            1.0012,
         ),
         (lambda rng: rng.choice([1000, 1500, 2700], 100_000), 1, 1.0001),  # longest first: 1.01
         (lambda rng: rng.integers(700, 1400, 20_000), 1, 1),
