@@ -126,6 +126,28 @@ def test_a_run_stopped_by_slurm_saves_its_place(case: Case, tmp_path: Path) -> N
     assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
 
 
+@pytest.mark.exhaustive
+def test_stage_1_trains_the_projector_on_two_processes(captions: Path, tmp_path: Path) -> None:
+    """The real vocabulary, in a model of a few units."""
+    options = [f"data.path={captions}", f"output.path={tmp_path}", "train.iterations=2"]
+    options += ["model.text={hidden_size: 16, num_attention_heads: 1, num_key_value_heads: 1}"]
+    options += ["model.vision={hidden_size: 16, depth: 1}", "data.num_workers=1"]
+    options += ["batch.global_batch_size=null", "batch.global_batch_packs=2", "validation.every=0"]
+    ran = subprocess.run(
+        ["bash", str(LAUNCH / "pretrain_qwen2_vl.sh"), *options],
+        env=environment(MASTER_PORT=str(free_port()), NPROC_PER_NODE="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "a step takes 2 packs" in ran.stdout
+    assert steps_done(tmp_path) == 2
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
 def test_a_killed_rank_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

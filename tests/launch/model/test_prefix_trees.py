@@ -202,23 +202,27 @@ def text(length: int, seed: int, vocabulary: int) -> EncodedSample:
     )
 
 
-def recurrent_samples() -> list[list[EncodedSample]]:
-    """Return samples of each trunk, the first tokens of which are alike."""
+def recurrent_samples(changed: int | None = None) -> list[list[EncodedSample]]:
+    """Return samples of each trunk, the first tokens of which are alike. `changed`: its branch
+    differs."""
     found = []
     for number, trunk in enumerate(TRUNKS):
         whole = text(trunk + max(BRANCHES), number, 500)
         own = []
         for place, length in enumerate(BRANCHES):
             seed = 100 + len(BRANCHES) * number + place
-            tokens = np.concatenate([whole.tokens[:trunk], text(length, seed, 500).tokens])
+            tail = text(length, seed + 1000 * (seed - 100 == changed), 500).tokens
+            tokens = np.concatenate([whole.tokens[:trunk], tail])
             own.append(replace(text(len(tokens), seed, 500), tokens=tokens))
         found.append(own)
     return found
 
 
-def recurrent_row(model: PackedTransformersModel, **changes: Any) -> list[torch.Tensor]:
+def recurrent_row(
+    model: PackedTransformersModel, changed: int | None = None, **changes: Any
+) -> list[torch.Tensor]:
     """Return the logits of each branch, in a row of all trees between samples alone."""
-    samples = recurrent_samples()
+    samples = recurrent_samples(changed)
     segments, parents = [samples[0][1]], [-1]
     for trunk, own in zip(TRUNKS, samples, strict=True):
         parents += [-1, *[len(segments)] * len(own)]
@@ -244,7 +248,8 @@ def has_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recurrent_branches_equal_their_samples_alone(
     recurrent: PackedTransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits and gradients, by torch's functions and by kernels."""
+    """Logits and gradients, by torch's functions and by kernels; and another branch changes those
+    of no other."""
     expected = []
     for trunk, own in zip(TRUNKS, recurrent_samples(), strict=True):
         batches = map(packed_batch, ([one] for one in own))
@@ -265,6 +270,12 @@ def test_recurrent_branches_equal_their_samples_alone(
         for name, gradient in gradients.items():
             difference = (own_gradients[name] - gradient).norm()
             assert difference <= 2e-4 * gradient.norm(), (kernels, name)
+        with torch.no_grad():
+            whole = recurrent_row(recurrent)
+            for changed in (0, 5, 14):
+                again = recurrent_row(recurrent, changed)
+                alike = [torch.equal(*pair) for pair in zip(whole, again, strict=True)]
+                assert [n for n, same in enumerate(alike) if not same] == [changed]
 
 
 @torch.no_grad()

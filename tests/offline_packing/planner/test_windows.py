@@ -165,6 +165,16 @@ def test_the_same_packs_of_a_stream_in_python(name, monkeypatch):
     assert interpreted == compiled
 
 
+def test_a_state_of_an_earlier_version_goes_on():
+    """With the samples that waited in it, each once."""
+    options = {"seq_length": 20, "window": 4, "max_age": 16, "max_carried": 1000, "full_at": 1.0}
+    options |= {"seed": 0, "strategy": "auto", "strategy_options": {}, "budgets": {}}
+    pool = np.array([[1, 4, 5], [0, 1, 1], [7, 12, 3]])
+    planner = WindowPlanner.from_state({"options": options, "num_seen": 6, "pool": pool})
+    assert as_lists(planner.push(np.array([8, 4]))) == [[4, 6]]
+    assert as_lists(planner.finish()) == [[1, 5, 7]]
+
+
 @pytest.mark.parametrize("name", ["captions", "sft", "narrow"])
 def test_windows_of_a_thousand_fill_99_95_percent(name):
     lengths = draw_lengths(name, 60_000)
