@@ -376,13 +376,9 @@ class FamilyEncoder(ABC):
     ) -> tuple[list[Medium], list[tuple[Piece, Sequence[Span]]]]:
         """Return a sample's images and then its videos, and its pieces, each with its spans."""
         of_images, of_videos = self._of_media(sample, len(image_sizes), len(videos))
-        images: list[Medium] = []  # `list[Medium]()` would take twenty times as long
-        clips: list[Medium] = []
-        for one, size in zip(of_images, image_sizes, strict=True):
-            images.append(one.image_medium(*size))
-        for one, header in zip(of_videos, videos, strict=True):
-            video = one.sample_video(header)
-            clips.append(Medium(video.grid, video))
+        images = [one.image_medium(*size) for one, size in zip(of_images, image_sizes, strict=True)]
+        taken = [one.sample_video(video) for one, video in zip(of_videos, videos, strict=True)]
+        clips = [Medium(video.grid, video) for video in taken]
         spans = map(self.medium_spans, images), map(self.medium_spans, clips)
         return images + clips, self._placed(sample, *spans)
 
