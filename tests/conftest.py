@@ -46,6 +46,20 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 #: Ray gives its workers the lowest priority but four; beside other tests they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
+#: Collecting tests imports nearly everything, and all of it stays: looking for garbage meanwhile
+#: takes 3 s of each process, and loggers that Megatron imports where they are installed 2 s more.
+_LOGGERS = ("wandb", "torch.utils.tensorboard")
+gc.disable()
+if not (ROOT / f"tests/peers/{Path(sys.prefix).name}.txt").is_file():  # others may need them
+    sys.modules.update(dict.fromkeys(_LOGGERS))  # type: ignore[arg-type]
+
+
+def pytest_collection_finish() -> None:
+    """Let tests collect garbage, and import the loggers."""
+    gc.enable()
+    for name in _LOGGERS:
+        if sys.modules.get(name, gc) is None:
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session", autouse=True)
