@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import xxhash
 
+from tests.helpers import quick_imports
 from tests.helpers.object_store import ObjectStore, serve_objects
 
 if TYPE_CHECKING:
@@ -46,20 +47,11 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 #: Ray gives its workers the lowest priority but four; beside other tests they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
-#: Collecting tests imports nearly everything, and all of it stays: looking for garbage meanwhile
-#: takes 3 s of each process, and loggers that Megatron imports where they are installed 2 s more.
-_LOGGERS = ("wandb", "torch.utils.tensorboard")
-gc.disable()
-if not (ROOT / f"tests/peers/{Path(sys.prefix).name}.txt").is_file():  # others may need them
-    sys.modules.update(dict.fromkeys(_LOGGERS))  # type: ignore[arg-type]
 
 
 def pytest_collection_finish() -> None:
-    """Let tests collect garbage, and import the loggers."""
-    gc.enable()
-    for name in _LOGGERS:
-        if sys.modules.get(name, gc) is None:
-            del sys.modules[name]
+    """All is imported."""
+    quick_imports.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -301,6 +300,8 @@ def _adapters_of_samples(
     folder: Path, num_steps: int, packs_per_step: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Adapters, and all weights with these merged, after steps on samples one by one."""
+    from peft import get_peft_model_state_dict
+
     config = TransformersModelConfig(
         family="qwen2_5_vl", checkpoint=folder / "model", lora=LoraOptions(rank=4)
     )
