@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import xxhash
 
+from tests.helpers import quick_imports
 from tests.helpers.object_store import ObjectStore, serve_objects
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 #: Ray gives its workers the lowest priority but four; beside other tests they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def pytest_collection_finish() -> None:
+    """All is imported."""
+    quick_imports.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,9 +26,15 @@ MODULES = {
 }
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Parse a file into its nodes."""
+    return [*ast.walk(ast.parse(path.read_text("utf-8")))]
+
+
 def imported(path: Path) -> Iterator[str]:
     """Full names of all modules and names that a file imports, inside functions as well."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -139,7 +145,7 @@ def test_tests_mirror_the_packages_and_import_no_other_test() -> None:
 def described_functions() -> Iterator[tuple[str, str]]:
     """(module and name, docstring) of functions and methods, but not of properties."""
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
                 text = ast.get_docstring(node)

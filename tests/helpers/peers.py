@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
@@ -34,7 +33,7 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SourceSample
-from task_encoders.settings import PackingSettings, PackingSettingsError
+from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import mixed_pairs, packed_run
 from tests.helpers.packed_runs import make_config
 from tests.helpers.rank_processes import run_ranks
@@ -220,20 +219,6 @@ def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) 
         expected, found = torch.as_tensor(value), torch.as_tensor(ours[name])
         assert found.shape == expected.shape, f"{where}: {name} {found.shape} {expected.shape}"
         assert bool((found == expected).all()), f"{where}: {name} differs"
-
-
-def check_contradictions(
-    build: Callable[[Path, Path], Any], case: tuple[Path, Path], scratch: Path
-) -> None:
-    """A model of another family than the packs', and variables that contradict them, are refused by
-    what builds the data of a trainer from a model and packs."""
-    with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
-        build(small_checkpoint("qwen3_vl", scratch / "other"), case[1])
-    for variable, value in (("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(variable, value)
-            with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
-                build(*case)
 
 
 #: Arguments of transformers' models for a sample.

@@ -15,6 +15,7 @@ from torch import distributed
 
 #: Imported once, by a server of which the ranks are forks: for each by itself it takes 5 s.
 PRELOADED = (
+    "tests.helpers.quick_imports",
     "tests.helpers.torchvision_stub",
     "launch.loop.setup",
     "tests.helpers.packed_runs",

@@ -5,8 +5,10 @@ import gc
 import os
 
 from task_encoders.families import build_sample_encoder
+from tests.helpers import quick_imports
 
 build_sample_encoder("qwen2_vl")
+quick_imports.end()
 gc.collect()
 gc.freeze()
 # As tests/conftest.py sets them for the tests' own processes.

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -299,6 +298,8 @@ def _adapters_of_samples(
     folder: Path, num_steps: int, packs_per_step: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Adapters, and all weights with these merged, after steps on samples one by one."""
+    from peft import get_peft_model_state_dict
+
     config = TransformersModelConfig(
         family="qwen2_5_vl", checkpoint=folder / "model", lora=LoraOptions(rank=4)
     )

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import pytest
 
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.settings import PackingSettingsError
 from tests.helpers.hf_trainers import Run, check_resuming, several_packs
 from tests.helpers.peers import (
     assert_same,
-    check_contradictions,
     check_losses,
     check_order,
     open_packs,
+    small_checkpoint,
     stored_samples,
 )
 from tests.helpers.tiny_families import STILL
@@ -98,4 +99,12 @@ class CommandLaws:
     def test_packs_that_contradict_model_or_environment_are_refused(
         self, case: tuple[Path, Path], tmp_path: Path
     ) -> None:
-        check_contradictions(lambda *both: self.build(*both, tmp_path, None), case, tmp_path)
+        """A model of another family than the packs', and variables that contradict them."""
+        other = small_checkpoint("qwen3_vl", tmp_path / "other")
+        with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
+            self.build(other, case[1], tmp_path, None)
+        for variable, value in (("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(variable, value)
+                with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
+                    self.build(*case, tmp_path, None)

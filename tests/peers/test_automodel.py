@@ -61,6 +61,7 @@ from launch.trainers.automodel import PacksConfig
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.context_ranks import (
@@ -74,7 +75,6 @@ from tests.helpers.pages import blocks
 from tests.helpers.peers import (
     CAPTION_TEMPLATE,
     assert_same,
-    check_contradictions,
     check_losses,
     check_order,
     check_uniform_steps,
@@ -86,6 +86,7 @@ from tests.helpers.peers import (
 )
 from tests.helpers.videos import VIDEO_MODEL, video_packs
 from tests.peers import Say, chat_of, check_loader_resumes
+from tests.peers.laws import CommandLaws, PackingLaws, Rows
 
 
 def _processor(**_: Any) -> Any:
@@ -187,17 +188,12 @@ def losses_of_packs(model: Any, packed: Path) -> list[float]:
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
 
 
-def test_every_demo_pack_is_what_its_packing_would_give(
-    task: str, demo: dict[str, Path], say: Say
-) -> None:
-    images, num_packs = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=100352), 0
-    for split in ("train", "val"):
-        for ours, theirs in compared(task, demo[task], split, images):
+class TestPacking(PackingLaws):
+    def rows(self, packs: PackedFolder, task: str, folder: Path) -> Iterator[Rows]:
+        images = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=100352)
+        for ours, theirs in compared(task, packs.path, packs.split, images):
             assert ours.keys() == theirs.keys()
-            assert_same(ours, theirs, f"{task} {split} {num_packs}")
-            num_packs += 1
-    assert num_packs > 5
-    say(f"{num_packs} packs of {task} are what its own packing makes of their samples")
+            yield ours, theirs
 
 
 def numbers_read(packed: Path) -> list[int]:
@@ -227,13 +223,6 @@ def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
     say(check_loader_resumes(lambda: make_loader(case[1])))
 
 
-def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
-    checkpoint, packed = case
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
-    losses = losses_of_packs(model, packed)
-    say(check_losses(packed, checkpoint, losses, tmp_path / "ours"))
-
-
 def loaded_model(checkpoint: Path) -> Any:
     """The model that AutoModel makes of a checkpoint, in float32: of Qwen3.5 its own, of the others
     transformers'. Its `from_pretrained` needs a GPU."""
@@ -247,12 +236,14 @@ def loaded_model(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", ["glm4v", "glm46v", "internvl3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
+    "family", ["qwen2_5_vl", "glm4v", "glm46v", "internvl3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
 )
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
+    """Also with pixels in bfloat16; of one family, those of `launch.train`."""
     checkpoint, packed = several_packs(family, tmp_path)
     losses = losses_of_packs(loaded_model(checkpoint), packed)
-    say(check_losses(packed, checkpoint, losses, pixels=torch.bfloat16))
+    how: Any = {"ours": tmp_path / "ours"} if family == "qwen2_5_vl" else {"pixels": torch.bfloat16}
+    say(check_losses(packed, checkpoint, losses, **how))
 
 
 of_qwen3_5 = pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
@@ -442,30 +433,22 @@ def test_training_and_validation_read_the_same_rows(
         assert_same(row, other, f"pack {number}")
 
 
-@pytest.mark.parametrize(
-    ("override", "options", "message"),
-    [
-        ("--dataloader.shuffle=true", {}, r"set dataloader: \{shuffle: false\}"),
-        ("--packed_sequence.pack_size=8192", {}, r"set packed_sequence: \{pack_size: 512\}"),
-        ("--packed_sequence.pack_size=0", {}, r"set packed_sequence: \{pack_size: 512\}"),
-        ("--packed_sequence.max_packs=9", {}, "and no max_packs"),
-        ("--packed_sequence.packing_format=thd", {"cp_size": 2}, "set packing_format: neat"),
-        ("--dataset.split=val", {}, "no packs in its val split"),
-    ],
-)
-def test_what_packs_do_not_do_is_refused(
-    override: str, options: dict[str, Any], message: str, case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    recipe = parse(tmp_path / "recipe.yaml", *case, override)
-    with pytest.raises(ValueError, match=message) as caught:
-        build(recipe, **options)
-    assert "\n" not in str(caught.value)
-    assert str(case[1]) in str(caught.value)
+ALREADY = "packed is packed already: .*"
 
 
-def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    check_contradictions(lambda *both: build(parse(recipe, *both)), case, tmp_path)
+class TestCommand(CommandLaws):
+    refused = (
+        (("--dataloader.shuffle=true", {}), ALREADY + r"set dataloader: \{shuffle: false\}"),
+        (("--packed_sequence.pack_size=8192", {}), ALREADY + r"\{pack_size: 512\}"),
+        (("--packed_sequence.pack_size=0", {}), ALREADY + r"\{pack_size: 512\}"),
+        (("--packed_sequence.max_packs=9", {}), ALREADY + "and no max_packs"),
+        (("--packed_sequence.packing_format=thd", {"cp_size": 2}), ALREADY + "format: neat"),
+        (("--dataset.split=val", {}), "packed has no packs in its val split"),
+    )
+
+    def build(self, checkpoint: Path, packed: Path, output: Path, options: Any) -> Any:
+        override, given = options or ("--dataset.split=train", {})
+        return build(parse(output / "recipe.yaml", checkpoint, packed, override), **given)
 
 
 def test_other_datasets_go_automodels_way(case: tuple[Path, Path], tmp_path: Path) -> None:

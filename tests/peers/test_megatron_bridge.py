@@ -1,6 +1,5 @@
 """Megatron-Bridge on packs, and against what its own task encoder packs of the same samples."""
 
-import io
 import json
 import multiprocessing
 import sys
@@ -51,7 +50,6 @@ from megatron.bridge.training.vlm_step import forward_step, get_batch
 from megatron.core import utils as core_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
-from PIL import Image, ImageOps
 from torch import distributed
 from transformers import AutoProcessor, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -67,7 +65,6 @@ from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs
 from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import to_chat
 from tests.helpers.context_ranks import packs_for_ranks, use_partitioned_indices
 from tests.helpers.hf_trainers import number_of, several_packs, with_processor
 from tests.helpers.peers import (
@@ -84,7 +81,7 @@ from tests.helpers.peers import (
 from tests.helpers.rank_processes import PRELOADED, run_ranks
 from tests.helpers.tiny_checkpoints import packed_batch, randomise
 from tests.helpers.videos import short_dialogues
-from tests.peers import Say
+from tests.peers import Say, chat_of
 
 END, MEDIA = "<|im_end|>", ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>")
 #: Providers of models by the family of packs.
@@ -167,13 +164,11 @@ def own_encoder(
 
 
 def own_sample(sample: SourceSample, media: list[bytes], limits: Mapping[str, int]) -> ChatMLSample:
-    """Upright, as Bridge does not turn images by their EXIF orientation."""
-    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
-    chat = to_chat(sample)
-    if sample.task == "captioning":
-        text = {"type": "text", "text": sample.turns[0].answer}
-        chat = [{"role": "assistant", "content": [*({"type": "image"} for _ in media), text]}]
-    for part in (part for turn in chat for part in turn["content"] if part in ({"type": "image"},)):
+    """Return a sample as its datasets give it out."""
+    chat = chat_of(sample, media)
+    parts = [part for turn in chat for part in turn["content"] if part["type"] == "image"]
+    images = [part.pop("image") for part in parts]
+    for part in parts:
         part |= limits  # else it resizes twice
     return ChatMLSample(
         __key__=sample.key,

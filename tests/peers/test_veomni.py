@@ -40,7 +40,6 @@ from tests.helpers.hf_trainers import number_of, several_packs, use_segment_atte
 from tests.helpers.pages import blocks
 from tests.helpers.peers import (
     assert_same,
-    check_contradictions,
     check_losses,
     check_order,
     check_uniform_steps,
@@ -50,6 +49,7 @@ from tests.helpers.peers import (
 )
 from tests.helpers.videos import VIDEO_MODEL, video_packs
 from tests.peers import Say, chat_of, check_loader_resumes
+from tests.peers.laws import CommandLaws
 
 START, END = 151644, 151645
 
@@ -375,27 +375,15 @@ def test_several_packs_are_one_row(case: tuple[Path, Path], tmp_path: Path) -> N
 
 
 @of_recipe
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+class TestCommand(CommandLaws):
+    refused = (
         ({"train.dyn_bsz": True}, r"set train\.dyn_bsz=false"),
         ({"data.datasets_type": "iterable"}, r"set data\.datasets_type mapping, not iterable"),
         ({"data.datasets_type": "energon"}, r"set data\.datasets_type mapping, not energon"),
-    ],
-)
-def test_what_packs_do_not_do_is_refused(
-    overrides: dict[str, Any], message: str, case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    args = parse(tmp_path / "recipe.yaml", *case, overrides)
-    with pytest.raises(ValueError, match=message) as caught:
-        build(args)
-    assert "\n" not in str(caught.value)
+    )
 
-
-@of_recipe
-def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    check_contradictions(lambda *both: build(parse(recipe, *both)), case, tmp_path)
+    def build(self, checkpoint: Path, packed: Path, output: Path, options: Any) -> Any:
+        return build(parse(output / "recipe.yaml", checkpoint, packed, options))
 
 
 @of_recipe

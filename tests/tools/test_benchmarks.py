@@ -24,7 +24,7 @@ ONLINE = (
 OTHERS = (
     ("benchmark_ranks", "idle --samples 2000 --many 500", "8192 x 32 |", "8192 x 128 |"),
     ("benchmark_ranks", "uniform --samples 800", "30% | 8 |", "95% | 128 |"),
-    ("benchmark_planner", "budgets --samples 1000 --patches 22000", "22000 |"),
+    ("benchmark_planner", "budgets --samples 300 --patches 22000", "22000 |"),
     ("benchmark_planner", "prefixes --samples 600 --data-set gqa", "gqa | 5."),
     ("narrow_gaps", "--samples 600", "729 + gamma(2, 20) | 600 |"),
     ("narrow_gaps", "--random 1", "1 | "),

@@ -25,14 +25,11 @@ def run_suite(output: Path, *parts: str, deadline: int) -> str:
     ).stdout
 
 
-def test_parts_end_where_they_need_a_gpu(tmp_path: Path) -> None:
-    said = run_suite(tmp_path / "out", "unknown", "smoke", deadline=560)
+def test_parts_without_time_are_skipped(tmp_path: Path) -> None:
+    said = run_suite(tmp_path / "out", "unknown", "smoke", "bench", deadline=0)
     assert "unknown part; choose from: smoke tests fla train bench vqa" in said
-    assert "no CUDA device: stopped before torch's varlen attention" in said
-    assert all(line in said for line in ("imports: ok", "smoke done"))
-    late = run_suite(tmp_path / "late", "smoke", "bench", deadline=0)  # no time is left
-    assert all(line in late for line in ("smoke skipped", "demo data skipped"))
-    assert late.rstrip().endswith("end")
+    assert all(line in said for line in ("smoke skipped", "demo data skipped"))
+    assert said.rstrip().endswith("end")
 
 
 RUNS = ("own", "own_unfused", "transformers")
@@ -42,6 +39,7 @@ RUNS = ("own", "own_unfused", "transformers")
 @pytest.mark.parametrize(
     ("part", "lines", "files"),
     [
+        ("smoke", ["imports: ok", "stopped before torch's varlen attention", "smoke done"], set()),
         ("fla", ["stopped before flash-linear-attention's kernels", "fla done"], set()),
         ("tests", ["tests of parallel done"], {"tests.txt"}),
         ("train", [*(f"{run} done" for run in RUNS), "step 12/12"], {f"{r}.jsonl" for r in RUNS}),

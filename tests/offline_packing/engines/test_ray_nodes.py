@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.helpers.datasets import make_config, pack_all, vqa_pairs
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.ray_clusters import kill_node_when, kill_processes, nodes_apart
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 CASES = Path(__file__).with_name("cases_of_ray_cluster.py")
 GAVE_UP = ("The current node timed out during startup", "Failed to get the system config from rayl")
