@@ -56,13 +56,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _patched() -> Iterator[None]:
-    """Three things that take time, or memory, in a process of many tests."""
+    """Four things that take time, or memory, in a process of many tests."""
     with pytest.MonkeyPatch.context() as patch:
         # Energon's loaders collect garbage when they start, and thaw at their end what they froze.
         # After imports of torch and transformers that takes 0.2 s, three times a loader.
         patch.setattr(gc, "unfreeze", lambda: None)
         # No test cuts the power; they ask 36,000 times for what they wrote to be on disk.
         patch.setattr(os, "fsync", lambda descriptor: None)
+        # Small plans run in Python, those of budgets for seconds, until a process has planned
+        # 30,000 samples. Compiled kernels are read from the folder that is kept.
+        if module := sys.modules.get("offline_packing.planner.strategies.kernels"):
+            patch.setattr(module, "_planned", module._MOST_IN_ALL)
         # Energon makes a watchdog for each pass of a loader in this process, and never ends it: its
         # thread goes on, and holds the dataset. It is imported with the tests, if any need it.
         if module := sys.modules.get("megatron.energon.watchdog"):

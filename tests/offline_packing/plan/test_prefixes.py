@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from offline_packing.plan.plan import make_plan, plan
 from offline_packing.plan.prefixes import form_trees, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
-from offline_packing.planner.strategies import kernels
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.figures import as_values, run_figures
@@ -39,14 +37,6 @@ from tests.helpers.shared_media import MODEL, shared_media
 from tests.helpers.sizes import as_lists
 
 SEQ_LENGTH = 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> Iterator[None]:
-    """Compile kernels for small plans as well: in Python, those of budgets take 10 s."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_planned", kernels._MOST_IN_ALL)
-        yield
 
 
 def drawn_uses(
