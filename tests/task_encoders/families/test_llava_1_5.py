@@ -21,7 +21,7 @@ from tests.helpers.texts_and_images import KINDS, odd_pictures, random_text, ran
 from tests.helpers.tiny_tokenizers import save_llama_tokenizer
 from tests.world import World
 
-SIZE, COUNT = 56, 70
+SIZE, COUNT = 56, 42
 IMAGE = -200  # LLaVA's number in place of an image
 
 

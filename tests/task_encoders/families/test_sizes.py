@@ -21,7 +21,7 @@ from tests.helpers.tiny_families import needs_family
 from tests.world import World
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
-SAMPLES = 10 * int(os.environ.get("FUZZED_SAMPLES", "60"))
+SAMPLES = 10 * int(os.environ.get("FUZZED_SAMPLES", "30"))
 Options = dict[str, Any]
 #: Frames, and (steps, rows, columns) or None, of a length, a rate, a height and a width.
 Rule = Callable[[int, float, int, int], tuple[list[int], Any]]

@@ -87,15 +87,11 @@ def test_they_are_no_source(movable: Run, tmp_path: Path) -> None:
         measure(make_run(source, tmp_path / "again"))
 
 
-@pytest.mark.parametrize(("name", "storage"), [("pairs", "msc"), ("webdataset", "s3")])
-def test_object_storage(
-    name: str, storage: str, tmp_path: Path, object_store: ObjectStore, bucket: str
-) -> None:
-    """Files, and ranges of tars; also by multi-storage-client, whose default profile is the file
-    system here."""
-    local = {**FORMATS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
-    url = f"{bucket}/data" if storage == "s3" else f"msc://__filesystem__{tmp_path}/data"
-    object_store.put_folder(tmp_path / "data", f"{bucket}/data")
+def test_object_storage(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
+    """Ranges of tars."""
+    local = {**FORMATS["webdataset"](tmp_path / "data", SAMPLES), "task": "bmr"}
+    url = f"{bucket}/data"
+    object_store.put_folder(tmp_path / "data", url)
     runs = [refer_run(local, tmp_path / "here"), refer_run({**local, "path": url}, tmp_path / "o")]
     for run in runs:
         pack_all(run)
@@ -146,21 +142,3 @@ def test_verify_opens_what_packs_refer_to(movable: Run, tmp_path: Path) -> None:
     assert f"{tmp_path}/data/" in result.problems[0]
     assert "offline-packing write CONFIG source.path=NEW" in result.problems[0]
     assert "if a problem names no remedy" in render_verdict(result)
-
-
-@pytest.mark.parametrize("movable", ["pairs"], indirect=True)
-def test_a_damaged_picture_costs_its_sample(movable: Run, tmp_path: Path) -> None:
-    """Damage that changes neither size nor time shows when the picture is decoded."""
-    run = movable
-    before = {key for batch in batches(run) for key in batch.sub_sample_keys}
-    path = sorted((tmp_path / "data").glob("*.jpg"))[3]
-    status = path.stat()
-    path.write_bytes(b"\0" * status.st_size)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    after = batches(run)
-    (line,) = (line for batch in after for line in batch.dropped)
-    key, reason, _ = line.split(": ", 2)
-    assert (before - {key for one in after for key in one.sub_sample_keys}, reason) == (
-        {key},
-        "bad_image",
-    )

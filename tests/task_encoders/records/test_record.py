@@ -588,7 +588,7 @@ def test_random_sections() -> None:
     rng = np.random.default_rng(0)
     pieces = ["<image>", "<video>", "a", " ", "\n", "\n\n", "\n \n"]
     several = 0
-    for _ in range(3000):
+    for _ in range(1500):
         text = "".join(rng.choice(pieces, rng.integers(1, 16)))
         videos = ("v",) * (text.count("<video>") if rng.random() < 0.5 else 0)
         sample = document(text, *["i"] * text.count("<image>"), videos=videos)
@@ -605,4 +605,4 @@ def test_random_sections() -> None:
             assert any(one.strip() for one in texts)
             assert is_last or texts[-1].strip()
             assert not re.search(r"\S\s*\n\s*\n\s*\S", texts[0]) or not texts[0].strip()
-    assert several > 500
+    assert several > 250
