@@ -310,7 +310,7 @@ READERS = {"Energon": by_energon, "folder": by_number}
 def test_a_reader_stops_at_packs_of_another_plan(
     reader: str, workers: int, source: str, media: str, tmp_path: Path
 ) -> None:
-    """Until then it gives what it opened; without a manifest, the output is being written."""
+    """Read what was opened, until then; without a manifest, the output is being written."""
     run = run_of(tmp_path, source, media=media)
     pack_all(run)
     root = run.workspace.root

@@ -199,8 +199,8 @@ SETTINGS = PackingSettings(packed=True, bmr=True)
 @pytest.fixture
 def layouts(world: World) -> Callable[[str], Path]:
     """Return the same dialogues with media that are copied or referred to."""
-    pack = {"seq_length": SEQ_LENGTH}
-    return lambda media: world.packed("bmr", pack=pack, output={"media": media})
+    pack = {"seq_length": SEQ_LENGTH, "max_samples": 2}
+    return lambda media: world.packed("short", pack=pack, output={"media": media})
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_remote_packs_are_those_that_are_here(
 
 
 def test_a_blend_of_here_and_there(world: World, layouts: Any, store: Any, tmp_path: Path) -> None:
-    captions = world.packed("captioning", pack={"seq_length": SEQ_LENGTH})
+    captions = world.packed("few captions", pack={"seq_length": SEQ_LENGTH})
     url = energon_url(store(layouts("copy"), "s3"))
     found = []
     encoder = make_encoder(PackingSettings(packed=True))

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron.energon.errors import FatalSampleError
@@ -25,20 +24,14 @@ from tests.helpers.object_store import ObjectStore
 from tests.world import task_encoder
 
 SAMPLES = formats.draw_samples(12)
-PACK = {"seq_length": 256}
-
-
-def refer_run(source: Any, folder: Path, **output: Any) -> Run:
-    return make_run(source, folder, output={"media": "refer", **output}, pack=PACK)
-
-
+REFER = {"media": "refer"}
 FORMATS = {"pairs": formats.pairs, "webdataset": formats.WRITERS["webdataset"]}
 
 
 @pytest.fixture(params=FORMATS)
 def movable(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     source = FORMATS[request.param](tmp_path / "data", SAMPLES)
-    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output={"media": "refer"})
+    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output=REFER)
 
 
 def changed_files(run: Run) -> Iterator[Path]:
@@ -72,12 +65,12 @@ def test_a_file_that_changed_is_refused_by_name(movable: Run) -> None:
 def test_media_without_a_place(tmp_path: Path) -> None:
     for name, kind in {"parquet": "parquet_row", "webdataset_gz": "stream"}.items():
         source = {**formats.WRITERS[name](tmp_path / name, SAMPLES), "task": "bmr"}
-        run = refer_run(source, tmp_path / f"out_{name}")
+        run = make_run(source, tmp_path / f"out_{name}", output=REFER)
         with pytest.raises(StageError, match=rf"media=refer: packs cannot refer .*{kind}\), which"):
             pack_all(run)
         assert [path.name for path in run.workspace.root.iterdir()] == ["_packing"]
     with pytest.raises(ConfigError, match="layout llava_onevision stores media in"):
-        refer_run(source, tmp_path / "out", layout="llava_onevision")
+        make_run(source, tmp_path / "out", output={**REFER, "layout": "llava_onevision"})
 
 
 @pytest.mark.parametrize("movable", ["pairs"], indirect=True)
@@ -88,16 +81,15 @@ def test_they_are_no_source(movable: Run, tmp_path: Path) -> None:
 
 
 def test_object_storage(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
-    """Ranges of tars."""
+    """Read ranges of tars."""
     local = {**FORMATS["webdataset"](tmp_path / "data", SAMPLES), "task": "bmr"}
     url = f"{bucket}/data"
     object_store.put_folder(tmp_path / "data", url)
-    runs = [refer_run(local, tmp_path / "here"), refer_run({**local, "path": url}, tmp_path / "o")]
-    for run in runs:
-        pack_all(run)
+    given = {"here": local, "there": {**local, "path": url}}
+    runs = [packed_run(own, tmp_path / name, output=REFER) for name, own in given.items()]
     assert_same(*map(batches, runs))
     assert verify(runs[1], deep=True).ok
-    assert url in json.loads((tmp_path / "o/media_roots.json").read_text()).values()
+    assert url in json.loads((tmp_path / "there/media_roots.json").read_text()).values()
 
 
 def batches(run: Run) -> list[PackedBatch]:
