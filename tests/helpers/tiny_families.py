@@ -1,5 +1,6 @@
 """A tiny model of every family, with a tokenizer and options that suit it."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,10 @@ def encoder_options(family: str) -> dict[str, Any]:
     return _OPTIONS.get(family, _PIXELS)
 
 
+@functools.cache
 def encoder_of(folder: Path, **options: Any) -> Any:
-    """Build the encoder of the family that a folder is named by, of small images."""
+    """Build the encoder of the family that a folder is named by, of small images, once for all who
+    ask for the same."""
     family = folder.name
     return build_sample_encoder(family, str(folder), **(encoder_options(family) | options))
 

@@ -1,6 +1,7 @@
 """Small tokenizers built like those of the families, which load in no time."""
 
 import base64
+import functools
 import json
 from importlib import import_module
 from pathlib import Path
@@ -28,10 +29,11 @@ from task_encoders.text.tokenizer import byte_level_alphabet
 from tests.helpers.texts_and_images import random_text
 
 
-def random_texts() -> list[str]:
-    """100 texts to train on."""
+@functools.cache
+def random_texts() -> tuple[str, ...]:
+    """Draw 100 texts to train on."""
     rng = np.random.default_rng(0)
-    return [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
+    return tuple(random_text(rng, 30, chinese=i % 3 == 0) for i in range(100))
 
 
 def byte_level_bpe(pattern: str, texts: list[str], normalizer: Any = None) -> Any:

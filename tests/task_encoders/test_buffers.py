@@ -99,7 +99,7 @@ def test_an_object_that_is_brought_back_to_life_keeps_its_memory() -> None:
 def hold_and_drop(seed: int) -> int:
     """Fill, keep and drop memory at random; what is kept keeps its content. Returns checks."""
     rng, live, checks = random.Random(seed), list[tuple[int, Any]](), 0
-    for number in range(300):
+    for number in range(150):
         value = (64 * seed + number) % 255 + 1
         tensor = filled(value, rng.choice((SIZE, SIZE + 4096, 2 * SIZE)))
         live.append((value, rng.choice((tensor, tensor[3:].numpy(), tensor[None]))))
@@ -114,7 +114,7 @@ def hold_and_drop(seed: int) -> int:
 
 def test_contents_stay_as_they_are_under_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert min(pool.map(hold_and_drop, range(4))) > 300
+        assert min(pool.map(hold_and_drop, range(4))) > 150
     assert buffers._waiting, "nothing was given back"
 
 

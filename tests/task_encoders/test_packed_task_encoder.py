@@ -101,16 +101,6 @@ def test_one_sample_can_be_restored_by_its_key(folder: Path) -> None:
     assert torch.equal(again.tokens, third.tokens)
 
 
-@pytest.mark.parametrize("where", ["subflavors", "meta"])
-def test_an_environment_that_contradicts_the_shards_stops(where: str, tmp_path: Path) -> None:
-    yaml = "subflavors: {offline_packing: vqa}\n" * (where == "subflavors")
-    meta = {"meta": {"task": "vqa"}} if where == "meta" else {}
-    path = one_pack(tmp_path, lambda members, record: record.update(meta), DATASET_YAML + yaml)
-    assert next(batches(path)).__key__ == ["ps_00000000"]
-    with pytest.raises((PackingSettingsError, FatalSampleError), match=rf"set {PACKED}=1 {VQA}=1"):
-        next(batches(path, task_encoder(PackingSettings(packed=True))))
-
-
 def one_pack(folder: Path, change: Callable[[Any, Any], object], yaml: str = DATASET_YAML) -> Path:
     """A folder of a pack of three questions; `change` its members, or its JSON."""
     members: dict[str, bytes] = vqa_pack(np.random.default_rng(0), "x", 3)
@@ -245,7 +235,15 @@ def test_several_images_and_members_named_with_their_key() -> None:
 def test_data_that_contradict_the_variable_are_refused(tmp_path: Path) -> None:
     packed, packs = PackingSettings(packed=True), f"the dataset holds packs; set {PACKED}=1"
     _, members, _ = energon_types()["captioning"]
+    questions, declared = f"set {PACKED}=1 {VQA}=1", "subflavors: {offline_packing: vqa}\n"
+    meta = {"meta": {"task": "vqa"}}
     for path, settings, said in (
+        (one_pack(tmp_path / "meta", lambda _, record: record.update(meta)), packed, questions),
+        (
+            one_pack(tmp_path / "declared", lambda *_: None, DATASET_YAML + declared),
+            packed,
+            questions,
+        ),
         (legacy_vqa_folder(tmp_path / "packs"), UNPACKED, packs),
         (legacy_vqa_folder(tmp_path / "crude packs", CRUDE_YAML), UNPACKED, packs),
         (

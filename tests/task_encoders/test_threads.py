@@ -53,17 +53,13 @@ def test_signal_to_another_thread_waits_for_a_worker_to_start() -> None:
     assert steps == ["worker started"]
 
 
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
-
-
 def run_tasks() -> None:
     with LocalEngine(2) as engine:
-        list(engine.run(sleep, [0.02] * 8, lambda count: None))
+        list(engine.run(time.sleep, [0.02] * 8, lambda count: None))
 
 
 def read_objects() -> None:
-    list(read_each(path_of("memory://objects"), sleep, [0.02] * 20))
+    list(read_each(path_of("memory://objects"), time.sleep, [0.02] * 20))
 
 
 def signal_in(function: str) -> None:

@@ -14,7 +14,6 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.identity import digest_sample, hash_content, hash_sample
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import to_json
-from task_encoders.families import FAMILIES
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import PackedSubSample, pack_json
@@ -23,7 +22,7 @@ from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.samples.medium_options import MediumOptions, read_options
 from tests.helpers.clips import clip_of, draw_options, frame_range
 from tests.helpers.datasets import pack_all
-from tests.helpers.tiny_families import encoder_of, needs_family
+from tests.helpers.tiny_families import encoder_of
 from tests.scenarios import SCENARIOS
 from tests.world import World
 
@@ -58,16 +57,14 @@ def test_frames_and_sizes_follow_the_rule(family: str, world: World) -> None:
     assert 10 < set_aside < 150
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_read_no_options_set_the_sample_aside(family: str, world: World) -> None:
-    needs_family(family)
-    encoder = encoder_of(world.tokenizer(family))
+def test_families_that_read_no_options_set_the_sample_aside(folder: Path) -> None:
+    encoder = encoder_of(folder)
     image = SourceSample("a", "vqa", (Turn("q", "a"),), ("i",))
     asked = replace(image, options=(MediumOptions(max_pixels=12 * 28**2),))
-    if family in READING:
+    if folder.name in READING:
         sizes = [(400, 400)]
         assert encoder.measure(asked, sizes).grid_thw < encoder.measure(image, sizes).grid_thw
-        limited = encoder_of(world.tokenizer(family), max_pixels=12 * 28**2)
+        limited = encoder_of(folder, max_pixels=12 * 28**2)
         assert encoder.measure(asked, sizes) == limited.measure(image, sizes)
         assert encoder.for_medium(MediumOptions()) is encoder
     else:

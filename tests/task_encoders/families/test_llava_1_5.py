@@ -19,15 +19,12 @@ from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import opened, own_pairs, unequal
 from tests.helpers.texts_and_images import KINDS, odd_pictures, random_text, random_turns
 from tests.helpers.tiny_tokenizers import save_llama_tokenizer
-from tests.world import World
 
-SIZE, COUNT = 56, 70
+SIZE, COUNT = 56, 42
 IMAGE = -200  # LLaVA's number in place of an image
 
 
-@pytest.fixture
-def folder(world: World) -> Path:
-    return world.tokenizer("llava_1_5")
+pytestmark = pytest.mark.parametrize("folder", ["llava_1_5"], indirect=True)
 
 
 def processor_of(folder: Path, *, pad: bool) -> Any:

@@ -1,5 +1,6 @@
 """Beginnings that samples share, of every family."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,10 @@ SIZE = 70, 100
 IMAGE, OTHER = (random_image(np.random.default_rng(i), *SIZE[::-1]) for i in range(2))
 
 
-def task_encoder(folder: Path, task: str) -> PackedTaskEncoder:
+@functools.cache
+def task_encoder(folder: Path) -> PackedTaskEncoder:
     options = {"seq_length": 4096, **encoder_options(folder.name), "family": folder.name}
-    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    return PackedTaskEncoder(settings=settings, processor=str(folder), trees=True, **options)
+    return PackedTaskEncoder(processor=str(folder), trees=True, **options)
 
 
 def prefix_of(encoder: FamilyEncoder, *turns: str, images: int = 1) -> Prefix | None:
@@ -106,7 +107,8 @@ def test_trees_of_measured_prefixes(folder: Path, task: str) -> None:
         turns[0] = Turn("<image>" + turns[0].prompt, turns[0].answer)
         further = SourceSample("s2", task, tuple(turns), ("a", "b"))
         subs[2] = SubSample("s2", further, (IMAGE, OTHER))
-    encoder = task_encoder(folder, task)
+    encoder = task_encoder(folder)
+    encoder.settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     found = [measure(sub, encoder.encoder).prefix for sub in subs]
     if found[0] is None:
         assert (folder.name, task) == ("llava_1_5", "captioning")

@@ -11,10 +11,9 @@ import pytest
 from offline_packing.verify.verify import verify
 from task_encoders.families import FAMILIES, build_sample_encoder, model_options, require_family
 from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder, Qwen2VLOptions
-from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.energon_batches import batches_of
-from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_families import save_tokenizer
 from tests.world import task_encoder
 
 
@@ -77,7 +76,7 @@ def test_options_that_are_refused(family: str, options: dict[str, int], message:
 def test_a_checkpoint_of_another_family_is_refused(
     model_type: str | None, found: str | None, tmp_path: Path
 ) -> None:
-    save_with_template(tiny_tokenizer(), QWEN2_VL_TEMPLATE, tmp_path)
+    save_tokenizer("qwen2_vl", tmp_path)
     remedy = "the families are qwen2_vl, "
     if model_type == "internvl_chat":  # InternVL's own form
         remedy = "whose name ends in -hf"

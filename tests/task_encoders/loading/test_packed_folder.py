@@ -47,6 +47,10 @@ def test_numbers(run: Run) -> None:
         with pytest.raises(IndexError, match=f"has {len(packs)} packs, no number {number}"):
             folder[number]
     assert type(folder[np.int64(1)].number) is int
+    with pytest.raises(PackedFolderError, match="need a task_encoder"):
+        folder.row(0)
+    with pytest.raises(PackingSettingsError, match="holds bmr packs"):
+        PackedFolder(folder.path, task_encoder(run, settings=PackingSettings(packed=True)))
 
 
 def test_a_dataloader_reads_it(run: Run) -> None:
@@ -76,16 +80,6 @@ def test_a_blend(run: Run, world: World, tmp_path: Path) -> None:
         assert_same([b for b, o in zip(found, origins, strict=True) if o == task], own)
         assert task in origins[: len(origins) // 2]
         assert task in origins[len(origins) // 2 :]
-
-
-def test_its_settings_are_checked(run: Run) -> None:
-    root = run.workspace.root
-    with pytest.raises(PackingSettingsError, match="seq_length 512 tokens >"):
-        PackedFolder(root, task_encoder(run, seq_length=256))
-    with pytest.raises(PackingSettingsError, match="holds bmr packs"):
-        PackedFolder(root, task_encoder(run, settings=PackingSettings(packed=True, vqa=True)))
-    with pytest.raises(PackedFolderError, match="need a task_encoder"):
-        PackedFolder(root).row(0)
 
 
 def test_folders_of_others(run: Run, tmp_path: Path) -> None:
@@ -205,8 +199,8 @@ SETTINGS = PackingSettings(packed=True, bmr=True)
 @pytest.fixture
 def layouts(world: World) -> Callable[[str], Path]:
     """Return the same dialogues with media that are copied or referred to."""
-    pack = {"seq_length": SEQ_LENGTH}
-    return lambda media: world.packed("bmr", pack=pack, output={"media": media})
+    pack = {"seq_length": SEQ_LENGTH, "max_samples": 2}
+    return lambda media: world.packed("short", pack=pack, output={"media": media})
 
 
 @pytest.fixture
@@ -253,7 +247,7 @@ def test_remote_packs_are_those_that_are_here(
 
 
 def test_a_blend_of_here_and_there(world: World, layouts: Any, store: Any, tmp_path: Path) -> None:
-    captions = world.packed("captioning", pack={"seq_length": SEQ_LENGTH})
+    captions = world.packed("few captions", pack={"seq_length": SEQ_LENGTH})
     url = energon_url(store(layouts("copy"), "s3"))
     found = []
     encoder = make_encoder(PackingSettings(packed=True))

@@ -285,47 +285,29 @@ def test_odd_values_anywhere_are_read_or_refused(task: str) -> None:
 URI = "data:image/png;base64,iVBORw0KGgo="
 
 
-@pytest.mark.parametrize(
-    ("prompt", "shown", "images"),
-    [
-        ("Picture 1: <img>a.jpg</img>\nWhat?", "Picture 1: <image>\nWhat?", ["a.jpg"]),
-        (f"![]({URI}) and ![b c](a.jpg)?", "<image> and <image>?", [URI, "a.jpg"]),
-        ("![](b.jpg) <img>c.jpg</img> ![](https://x.org/a.jpg)", "", []),
-        ("![](a.txt), [a](a.jpg), ![](), <img></img>", "", []),
-        ("Write <img>a.jpg</img> twice: <img>a.jpg</img>", "", ["a.jpg", "a.jpg"]),
-    ],
-)
-def test_pictures_in_prompts(prompt: str, shown: str, images: list[str]) -> None:
-    """Data URIs and files are pictures in their places; all else, and answers, stay text."""
-    texts = [prompt, "So: ![](a.jpg).", "And?", "Yes."]
-    sample = to_sample(
-        {"messages": dialogue(*texts)}, "k", "bmr", None, {"a.jpg", "a.txt"}.__contains__
-    )
-    shown = shown or prompt.replace("<img>a.jpg</img>", "<image>")
-    assert [turn.prompt for turn in sample.turns] == [shown, "And?"]
-    assert [turn.answer for turn in sample.turns] == texts[1::2]
-    assert [*sample.images] == images
-    assert to_sample({"messages": dialogue(*texts)}, "k", "bmr").turns[0].prompt == prompt
-
-
 @pytest.mark.parametrize("task", ["bmr", "captioning"])
 def test_pictures_in_texts_are_those_of_a_field(task: str) -> None:
+    """Read data URIs, and files, in their places; leave all else, and answers, as text."""
     rng = np.random.default_rng(0)
     forms = ("<img>{}</img>", "![]({})", "![a b]({})")
+    others = ["and", "\n", "![]", "![]()", "<img></img>", "[a](a.jpg)", "![](a.txt)", "![](b.jpg)"]
+    others += ["<img>c.jpg</img>", "![](https://x.org/a.jpg)"]
     for _ in range(300):
         pieces, names = ["Of"], [str(name) for name in rng.choice([URI, "a.jpg", "b/c.png"], 3)]
         for name in names[: rng.integers(1, 4)]:
-            pieces += [str(rng.choice(forms)).format(name), str(rng.choice(["and", "\n", "![]"]))]
+            pieces += [str(rng.choice(forms)).format(name), str(rng.choice(others))]
         shown = " ".join(["<image>" if i % 2 else text for i, text in enumerate(pieces)])
         text, fields = " ".join(pieces), {"images": names[: len(pieces) // 2]}
         inline, placed = (
             {"text": one}
             if task == "captioning"
-            else {"messages": dialogue(one, "A.", "![](d)", "B.")}
+            else {"messages": dialogue(one, "So: ![](a.jpg).", "![](d)", "B.")}
             for one in (text, shown)
         )
-        sample = to_sample(inline, "k", task, (), {"a.jpg", "b/c.png"}.__contains__)
+        sample = to_sample(inline, "k", task, (), {"a.jpg", "a.txt", "b/c.png"}.__contains__)
         assert sample == to_sample({**placed, **fields}, "k", task)
+        if task == "bmr":  # where no files are known
+            assert to_sample(inline, "k", task).turns[0].prompt == text
 
 
 def test_pictures_in_documents_and_beside_others() -> None:
@@ -588,7 +570,7 @@ def test_random_sections() -> None:
     rng = np.random.default_rng(0)
     pieces = ["<image>", "<video>", "a", " ", "\n", "\n\n", "\n \n"]
     several = 0
-    for _ in range(3000):
+    for _ in range(1500):
         text = "".join(rng.choice(pieces, rng.integers(1, 16)))
         videos = ("v",) * (text.count("<video>") if rng.random() < 0.5 else 0)
         sample = document(text, *["i"] * text.count("<image>"), videos=videos)
@@ -605,4 +587,4 @@ def test_random_sections() -> None:
             assert any(one.strip() for one in texts)
             assert is_last or texts[-1].strip()
             assert not re.search(r"\S\s*\n\s*\n\s*\S", texts[0]) or not texts[0].strip()
-    assert several > 500
+    assert several > 250
