@@ -84,6 +84,13 @@ def test_random_weights_are_those_of_the_seed(case: Case, tmp_path: Path) -> Non
     assert largest_difference(trained.state_dict(), seeded) < 1e-6
 
 
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_model_is_moved_to_its_device_unless_sharding_does_it(fsdp: bool) -> None:
+    config = TransformersModelConfig(family="qwen2_vl", fsdp=fsdp)
+    model = build_transformers_model(config, device=torch.device("meta"))
+    assert {weight.is_meta for weight in model.parameters()} == {not fsdp}
+
+
 def test_steps_are_those_of_the_samples_alone(
     varlen: CpuVarlen, world: World, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_positions_of_media_restart() -> None:
         [[0, 1, 1, 0, 1, 0, 1, 2, 2, 0, 1]],
         [[0, 1, 2, 0, 1, 0, 1, 2, 2, 0, 1]],
     ]
+    assert row["input_ids"][0, 9:].tolist() == [0, 0]
     assert row["pixel_values"].shape == (12, 6)
     assert row["image_grid_thw"].shape == (3, 3)
     assert row["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0]]

@@ -182,7 +182,7 @@ def write_inline(root: Path, records: list[dict[str, Any]], form: str) -> dict[s
         return of_lines(root / "a.jsonl", records)
     root.mkdir()
     if form == "tar":
-        members = [(f"{record['id']}.json", json.dumps(record).encode()) for record in records]
+        members = [(f"{one['id']}.new.json", json.dumps(one).encode()) for one in records]
         write_file(root / "a.tar", tar_bytes(members))
         return {"format": "webdataset", "path": str(root)}
     if form == "parquet":

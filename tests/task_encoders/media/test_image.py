@@ -110,7 +110,7 @@ def test_pictures_of_phones_are_not_decoded(
     data = phone_files(progressive=progressive)[form]
     assert decode_image(data).size == (200, 160)
     monkeypatch.delattr(image, "_load")
-    for block in (200, 1 << 18):  # segments and scans cross blocks
+    for block in (23, 200, 1 << 18):  # segments, even their headers, and scans cross blocks
         monkeypatch.setattr(image, "_BLOCK", block)
         assert header(data)[:2] == (160, 200)
 

@@ -266,6 +266,12 @@ def test_narrow_packs_are_not_too_full_and_lose_nothing(counts, seed, max_patter
     assert_packs_all(packs, counts)
 
 
+def test_narrow_lengths_fill_packs_of_few_and_of_one_more() -> None:
+    lengths = np.random.default_rng(0).integers(1000, 1501, 5000)
+    counts = count_lengths(lengths.astype(np.int32), 8192)
+    assert narrow_fill(counts).num_packs == lower_bound(counts)  # 3% more if they are not divided
+
+
 def test_very_long_samples_stand_beside_the_shortest():
     """4,000 + 1,500 + 1,390 + 1,390 does not fit."""
     counts = np.zeros(8193, np.int64)
