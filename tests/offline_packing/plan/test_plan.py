@@ -34,8 +34,13 @@ def test_an_assignment_has_a_row_for_each_use(world: World, tmp_path: Path) -> N
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
     packs: dict[int, list[str]] = {}
     for row in rows:
+        if row["pack"] is None:
+            assert row["source_id"] == 0  # half of whose samples are drawn
+            continue
         assert row["position"] == len(packs.setdefault(row["pack"], []))
         packs[row["pack"]].append(row["key"])
+    num_aside = sum(row["pack"] is None for row in rows)
+    assert num_aside == len(samples.table("key")) - len(np.unique(planned.sample_ids)) > 0
     keys = columns["key"].to_pylist()
     found = [[key.partition("#")[0] for key in pack] for pack in packs.values()]
     assert found == [[keys[i] for i in pack] for pack in planned]
