@@ -379,8 +379,6 @@ class _Found:
     media: list[_Medium] = field(init=False)
     #: (height, width) of each image
     sizes: list[tuple[int, int]] = field(init=False)
-    #: mode of each image by its name
-    modes: dict[str, str] = field(init=False)
     videos: list[VideoHeader] = field(init=False)
     length: SampleLength = field(init=False)
 
@@ -427,8 +425,7 @@ class Measuring:
             advance()
             group.append(_Found(number, record, self.source.key_prefix + record.key))
             held += record.locator.size
-            for one in record.embedded.values():
-                held += len(one.data or b"")
+            held += sum([len(one.data or b"") for one in record.embedded.values()])
             if len(group) == _RECORDS_PER_STEP or held > _BYTES_PER_STEP:
                 yield group
                 group, held = [], 0
@@ -455,15 +452,12 @@ class Measuring:
     def _read_headers(self, found: _Found) -> None:
         record, sample = found.record, found.sample
         if not sample.media:
-            found.media, found.sizes, found.modes, found.videos = [], [], {}, []
+            found.media, found.sizes, found.videos = [], [], []
             return
         images = self._media(record, sample.images, self.encoder.image_header)
         videos = self._media(record, sample.videos, self.encoder.video_header)
         found.media = [*images, *videos]
         found.sizes = [(one.header.height, one.header.width) for one in images]
-        found.modes = {
-            name: one.header.mode for name, one in zip(sample.images, images, strict=True)
-        }
         found.videos = [one.header for one in videos]
 
     def _media(self, record: SourceRecord, names: Sequence[str], read: _Read) -> list[_Medium]:
@@ -514,9 +508,9 @@ class Measuring:
         if parts:
             self.split += Counter(conversations=1, samples=len(parts))
         found.rows = [of_record | self._row(found, part) for part in parts or (None,)]
-        self._diagnosis.add(found.number, record, sample, found.modes)
-        for one in found.media:
-            self.num_part_hashed += one.locator.size > HASHED_BYTES
+        modes = {n: one.header.mode for n, one in zip(sample.images, found.media, strict=False)}
+        self._diagnosis.add(found.number, record, sample, modes)
+        self.num_part_hashed += sum([one.locator.size > HASHED_BYTES for one in found.media])
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
 
     def _cut(self, found: _Found) -> Sequence[Part]:

@@ -28,10 +28,7 @@ def shown_text(turns: Iterable[Turn], task: str) -> str:
     if task == "captioning":
         return "\n".join([turn.answer for turn in turns])
     texts = [turn.prompt for turn in turns]
-    for turn in turns:
-        if turn.before:
-            texts += [text for _, text in turn.before]
-    return "\n".join(texts)
+    return "\n".join(texts + [text for turn in turns if turn.before for _, text in turn.before])
 
 
 def _edit(turns: Iterable[Turn], task: str, edit: Callable[[str], str]) -> list[Turn]:

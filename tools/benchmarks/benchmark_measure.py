@@ -23,6 +23,12 @@ With --videos N, also N H.264 clips of 10 s at 640x360 and N WebM ones:
 
 With --processor, seconds for 100,000 texts, pairs and MP4 clips, and with transformers' processor.
 
+With --instructions OUT, under valgrind, instructions in place of times, on which other work has no
+influence; of the later records alone:
+
+    valgrind --tool=callgrind --instr-atstart=no --callgrind-out-file=OUT \
+        python tools/benchmarks/benchmark_measure.py --instructions OUT --num-samples 512
+
 With --headers, only headers of pictures of each kind (and those of the given files), as `measure`
 reads them, against `Image.open` without the orientation.
 """
@@ -31,7 +37,9 @@ import argparse
 import io
 import itertools
 import os
+import re
 import struct
+import subprocess
 import tempfile
 import time
 import zlib
@@ -161,6 +169,26 @@ def seconds(function: Callable[[], object]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+def count_instructions(function: Callable[[], object], out: str) -> float:
+    """Count the instructions of a second run, in millions. This process is under callgrind, which
+    writes to `out`."""
+
+    def control(*options: str) -> None:
+        command = ["callgrind_control", *options, str(os.getpid())]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    function()
+    control("--instr=on")
+    control("--zero")
+    function()
+    control("--dump")
+    control("--instr=off")
+    last = max(Path(out).parent.glob(f"{Path(out).name}.*"), key=os.path.getmtime)
+    found = re.search(r"^totals: (\d+)", last.read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1e6
 
 
 def draw_video(container: str, codec: str, seed: int) -> bytes:
@@ -353,10 +381,23 @@ def benchmark_headers(kinds: Mapping[str, Sequence[Path]], rounds: int) -> None:
 
 
 def benchmark_floor(
-    label: str, tasks: Sequence[MeasureTask], floor: Callable[[int, int], None], rounds: int
+    label: str,
+    tasks: Sequence[MeasureTask],
+    floor: Callable[[int, int], None],
+    rounds: int,
+    out: str | None,
 ) -> None:
     """Print the cost of measuring against the floor, for the first records and for later ones."""
     ends = np.cumsum([0, *(task.part.num_records or 0 for task in tasks)]).tolist()
+    if out is not None:
+        first, end = ends[1:3]
+        least = count_instructions(lambda: floor(first, end), out) * 1e3 / (end - first)
+        ours = count_instructions(lambda: measure_part(tasks[1]), out) * 1e3 / (end - first)
+        print(
+            f"{label:8s} {end - first:,} records: measure {ours:,.0f},000 instructions, floor "
+            f"{least:,.0f},000, {ours / least:.2f}"
+        )
+        return
     for task, first, end, which in zip(tasks, ends, ends[1:], ("first", "others"), strict=False):
         times = []
         for _ in range(rounds + 1):
@@ -376,6 +417,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
     parser.add_argument("--videos", type=int, default=0, help="also this many videos of each kind")
     parser.add_argument("--processor", action="store_true", help="against transformers' processor")
+    parser.add_argument("--instructions", metavar="OUT", help="see above")
     parser.add_argument("--headers", type=Path, nargs="*", help="headers only, and of these files")
     arguments = parser.parse_args()
     if arguments.headers is not None:
@@ -403,10 +445,11 @@ def main() -> None:
             for label, (source, some) in sources.items():
                 benchmark_processor(tasks_of(source, folder / f"out_{label}")[0], label, some)
             return
+        how = arguments.rounds, arguments.instructions
         tasks = tasks_of(texts, folder / "out_texts")
-        benchmark_floor("texts", tasks, partial(floor_of_texts, folder), arguments.rounds)
+        benchmark_floor("texts", tasks, partial(floor_of_texts, folder), *how)
         tasks = tasks_of(pictures, folder / "out_pairs")
-        benchmark_floor("pictures", tasks, partial(floor_of_pairs, pairs), arguments.rounds)
+        benchmark_floor("pictures", tasks, partial(floor_of_pairs, pairs), *how)
 
 
 if __name__ == "__main__":

@@ -173,8 +173,8 @@ def test_examples_and_drawn_packs(run: Run) -> None:
 
 def half_drawn(folder: Path) -> Source:
     """Write two sources, of which the name of one begins with that of the other."""
-    first, second = two(folder, repeat=0.5)
-    return [{**first, "name": "x", "repeat": 2}, {**second, "name": "x/y"}]
+    first, second = two(folder)
+    return [{**first, "name": "x", "repeat": 2}, {**second, "name": "x/y", "repeat": 0.5}]
 
 
 def test_several_sources(world: World, tmp_path: Path) -> None:

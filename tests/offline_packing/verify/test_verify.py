@@ -373,7 +373,7 @@ def test_verify_finds_a_wrong_length(
     def off_by_one(encoder: FamilyEncoder, sample: SourceSample, *args: Any) -> SampleLength:
         length = true_measure(encoder, sample, *args)
         is_wrong = sample.key == "part0/000004"
-        return replace(length, num_tokens=length.num_tokens + is_wrong)
+        return length._replace(num_tokens=length.num_tokens + is_wrong)
 
     monkeypatch.setattr(FamilyEncoder, "measure", off_by_one)
     pack_all(run)
