@@ -28,7 +28,7 @@ demo: $(VENV)/.demo
 	$(BIN)/offline-packing demo
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-exhaustive: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive -n 4 --dist worksteal

@@ -50,7 +50,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_collection_finish() -> None:
-    """All is imported."""
+    """End quick imports: all is imported."""
     quick_imports.end()
 
 
