@@ -31,7 +31,7 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-exhaustive: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive -n 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive -n 3 --dist worksteal
 
 test-versions: $(VENV)/.test
 	tests/versions/run.sh
