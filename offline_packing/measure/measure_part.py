@@ -552,7 +552,7 @@ class Measuring:
             "stamp": sample_stamp(self.source, at, [one.locator for one in media], self._time_of),
             "json": at,
             "part": None if part is None else asdict(part.place),
-            **(_media_columns(found, kept, sample, length) if kept else _NO_MEDIA),
+            **(_media_columns(media, sample, length) if media else _NO_MEDIA),
         }
 
 
@@ -560,24 +560,20 @@ class Measuring:
 _NO_MEDIA: Final[Row] = {"grid_thw": [], "media": [], "media_hash": [], **prefix_row(None, (), ())}
 
 
-def _media_columns(
-    found: _Found, kept: Sequence[int], sample: SourceSample, length: SampleLength
-) -> Row:
-    """Return the columns of a sample's media, those of its record that are `kept`."""
-    media, prefix = [found.media[i] for i in kept], length.prefix
+def _media_columns(media: Sequence[_Medium], sample: SourceSample, length: SampleLength) -> Row:
+    """Return the columns of a sample's media, its images and then its videos."""
+    prefix, options, videos = length.prefix, sample.media_options, len(sample.images)
     leading: list[int] = []
     if prefix is not None:
-        videos = kept[len(sample.images) :]
-        leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
-    options = found.sample.media_options
+        leading = [*range(prefix.num_images), *range(videos, videos + prefix.num_videos)]
     return {
         "grid_thw": [number for grid in length.grid_thw for number in grid],
         "media": [(*one.locator, one.extension) for one in media],
         "media_hash": [one.media_hash for one in media],
         **prefix_row(
             prefix,
-            [found.media[i].media_hash for i in leading],
-            [found.media[i].same for i in leading],
+            [media[i].media_hash for i in leading],
+            [media[i].same for i in leading],
             [options[i] for i in leading],
         ),
     }

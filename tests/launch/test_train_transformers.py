@@ -94,8 +94,7 @@ def test_a_model_is_moved_to_its_device_unless_sharding_does_it(fsdp: bool) -> N
 def test_steps_are_those_of_the_samples_alone(
     varlen: CpuVarlen, world: World, tmp_path: Path
 ) -> None:
-    """Of packs of several samples, with images and videos, by both ways to compute attention on a
-    CPU."""
+    """Train packs of several samples, with images and videos, by both attentions of a CPU."""
     checkpoint = world.checkpoint("qwen3_vl")
     pairs = short_dialogues(tmp_path / "source", 24, videos=True)
     packed = pack_dialogues(pairs, "qwen3_vl", checkpoint, tmp_path, seq_length=1024)

@@ -23,7 +23,7 @@ def scenario(name: str) -> Scenario:
 
 @pytest.fixture
 def whole(name: str, world: World) -> Run:
-    """The scenario's local output, to be read only."""
+    """Return the scenario's local output, to be read only."""
     return finished_run(world, name)[0]
 
 

@@ -30,7 +30,7 @@ def round_trip(source: Path, family: str, target: Path, dtype: Any) -> None:
 
 
 def test_round_trip_is_bit_identical(tmp_path: Path) -> None:
-    """Of a checkpoint in several files; test_model_parity has those of all families."""
+    """Load and save a checkpoint in several files; test_model_parity does it for all families."""
     family, source, target = "qwen2_5_vl", tmp_path / "source", tmp_path / "target"
     model = transformers_model(family, tied=False).to(torch.bfloat16)
     model.save_pretrained(source, max_shard_size="500KB")
