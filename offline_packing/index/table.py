@@ -44,7 +44,7 @@ INDEX_VERSION: Final = 4
 _COMMON: Final = MappingProxyType(
     {
         "copies": (1, 0, "samples repeat an earlier one, such as {!r}"),
-        "media": (100, 0.01, "samples show 1 image or video, such as {!r}"),
+        "media": (100, 0.01, "samples show the same image or video, such as {!r}"),
         "answers": (100, 0.1, "answers are {}"),
     }
 )

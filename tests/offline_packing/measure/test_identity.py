@@ -87,7 +87,7 @@ def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
         write_file(tmp_path / f"p{i}.jpg", image_bytes(56, 56) + f"{i}".encode())
     assert measure(run).info.warnings == [
         "1 of 200 samples repeat an earlier one, such as 'again'",
-        "100 of 200 samples show 1 image or video, such as '0'",
+        "100 of 200 samples show the same image or video, such as '0'",
         "about 100 of 200 answers are 'None'",
     ]
 
