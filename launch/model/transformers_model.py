@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
+from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_class
 from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import replace_folder, token_losses, write_companions
 from launch.model.prefix_trees import layout_of
@@ -103,12 +103,7 @@ class PackedTransformersModel(nn.Module):
         """List the layers of the decoder and of the vision tower."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        found: list[nn.Module] = []
-        for stack in self.modules():
-            layers = stack if isinstance(stack, nn.ModuleList) else ()
-            if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-                found += layers
-        return found
+        return [one for one in self.modules() if isinstance(one, GradientCheckpointingLayer)]
 
     def kernels(self) -> str:
         text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
@@ -181,7 +176,7 @@ def build_transformers_model(
         torch.manual_seed(seed)
         if is_random:
             own = copy.deepcopy(sizes)  # which transformers changes
-            model = transformers_classes(config.family).model._from_config(own, **options)
+            model = transformers_class(config.family)._from_config(own, **options)
         else:
             from transformers import AutoModelForImageTextToText
 
