@@ -9,12 +9,12 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from torch import distributed
 
 from launch.config import MetricsConfig
@@ -34,7 +34,8 @@ class StepCounts:
         #: loss, denominator, and forward operations
         self._on_device = torch.zeros(3, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = 0
-        self._data_seconds = 0.0
+        #: waits for the loader
+        self.data_seconds = 0.0
 
     def add(
         self,
@@ -61,23 +62,16 @@ class StepCounts:
         self._samples += len(row.sub_sample_keys)
         self._packs += len(row.__key__)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time the wait for the loader."""
-        started = time.perf_counter()
-        yield
-        self._data_seconds += time.perf_counter() - started
-
-    def reduce(self, *, counts: bool, stop: int) -> "StepTotals":
-        """Add up over all ranks. A collective.
+    def reduce(self, *, stop: int = 0) -> "StepTotals":
+        """Add up over all ranks, of tensor parallel ranks the first. A collective.
 
         Args:
-            counts: whether what this rank added counts (one rank's per tensor parallel group).
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         own = self._on_device.new_tensor([self._tokens, self._samples, self._packs])
-        sums = torch.cat([self._on_device, own]) * counts
-        worst = sums.new_tensor([self._data_seconds, float(stop)])
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        sums = torch.cat([self._on_device, own]) * is_first
+        worst = sums.new_tensor([self.data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
         loss, denominator, flops, *counted = sums.tolist()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import distributed
 from tqdm import tqdm
 
@@ -120,7 +119,6 @@ class Trainer:
         #: for steps in which this rank has no pack; ranks of a row cut it into two chunks each
         self._blank = empty_batch(build.POSITION_ROWS, 2 * config.parallel.context).to(device)
         self._is_main = distributed.get_rank() == 0
-        self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
         self._log: MetricsLog | None = None
         self._peak_flops = peak_flops(device)
         #: the last step's line, until it is logged
@@ -212,8 +210,9 @@ class Trainer:
         counts = StepCounts(self._device)
         pack_keys: list[str] = []
         for _ in range(accumulation):
-            with counts.waiting():
-                row = stage.train.next()
+            waits = time.perf_counter()
+            row = stage.train.next()
+            counts.data_seconds += time.perf_counter() - waits
             if row is None and distributed.get_world_size() > 1:
                 row = self._blank  # the others wait for this rank's gradients
             if row is None:
@@ -228,7 +227,7 @@ class Trainer:
                     f"{len(row.video_grid_thw)} videos, samples "
                     f"{', '.join(row.sub_sample_keys)}: {error}"
                 ) from error
-        totals = counts.reduce(counts=self._reports, stop=stop[-1] if stop else 0)
+        totals = counts.reduce(stop=stop[-1] if stop else 0)
         if not totals.packs:
             return None
         rate = self._plan.learning_rate(self.iteration, self._config.schedule)
@@ -289,7 +288,7 @@ class Trainer:
             self._count_loss(row, counts)
         batches.restart()
         self._model.train()
-        totals = counts.reduce(counts=self._reports, stop=0)
+        totals = counts.reduce()
         logger.info("step %d: validation loss %.4f", self.iteration, totals.loss)
         if self._log is not None:
             self._log.write(

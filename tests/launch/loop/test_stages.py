@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     begun = trained(config_of([a], tmp_path, **one))
     first, optimizer = begun.keys, begun.trainer._optimizer
     assert len(first) == 6 < len(PackedFolder(a))
-    moments = {n: t.full_tensor().clone() for n, t in optimizer.state()["exp_avg"].items()}
+    moments = {n: t.full_tensor().clone() for n, t in optimizer.state["exp_avg"].items()}
     data = {"order": "balanced", "micro_batch_size": 2}
     other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
     with pytest.raises(StageError) as refused:
@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
         trained(config_of([c], tmp_path, **one), "data.packs")
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
-    state = gone._optimizer.state()["exp_avg"]
+    state = gone._optimizer.state["exp_avg"]
     assert all((state[name].full_tensor() == was).all() for name, was in moments.items())
     assert gone._plan.bounds[0] == gone.iteration == 3
     steps = [-(-len(PackedFolder(path)) // 4) for path in (c, b)]
