@@ -60,20 +60,20 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
         ranks = config.parallel
         device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
         check_alike(config, accept_mismatch)
-        trainer, model = build_trainer(config, device, accept_mismatch)
+        trainer = build_trainer(config, device, accept_mismatch)
         if config.checkpoint.resume:
             trainer.resume()
         finished = trainer.run()
         if finished and config.checkpoint.export:
-            export(model, config.output.path, trainer.iteration)
+            export(trainer.model, config.output.path, trainer.iteration)
         shutdown_parallel()
         return 0 if finished else 128 + trainer.stopped_by
 
 
 def build_trainer(
     config: LaunchConfig, device: torch.device, accept_mismatch: Collection[str] = ()
-) -> tuple[Trainer, Any]:
-    """Build the trainer of this rank, and its model. Needs `initialize_parallel`."""
+) -> Trainer:
+    """Build the trainer of this rank. Needs `initialize_parallel`."""
     data = [read_data(stage.data) for stage in config.stages]
     largest = largest_of(config.data.paths, data)
     for stage, own in zip(config.stages, data, strict=True):
@@ -97,7 +97,7 @@ def build_trainer(
         for one in stages:
             for batches in filter(None, (one.train, one.validation)):
                 batches.even = even
-    trainer = Trainer(
+    return Trainer(
         config,
         plan,
         model=model,
@@ -106,7 +106,6 @@ def build_trainer(
         checkpoints=checkpoints,
         device=device,
     )
-    return trainer, model
 
 
 def build_stages(
@@ -123,8 +122,7 @@ def build_stages(
         if stage.data.online is None:
             check_room(path, context)
             packs = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
-            packs |= {"path": absolute(path), "seed": seed}
-            packs["datasets"] = own.datasets
+            packs |= {"path": absolute(path), "seed": seed, "datasets": own.datasets}
         encoder = build_task_encoder(
             stage.data, own, config.model.family, pad_multiple=multiple, trees=own.has_trees
         )

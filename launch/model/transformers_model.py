@@ -14,7 +14,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -44,6 +43,9 @@ class PackedTransformersModel(nn.Module):
         checkpoint: folder that its weights and its tokenizer came from.
     """
 
+    #: builds transformers' or peft's model again; of a model that `save_hf_checkpoint` writes
+    make: Callable[[], Any]
+
     def __init__(self, model: Any, dtype: torch.dtype, checkpoint: Path | None = None) -> None:
         super().__init__()
         self.model = model
@@ -51,8 +53,6 @@ class PackedTransformersModel(nn.Module):
         config = self.hf_config
         self.cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
         self.checkpoint = checkpoint
-        #: builds transformers' or peft's model again
-        self.make: Callable[[], Any] | None = None
 
     @property
     def whole(self) -> Any:
@@ -114,16 +114,12 @@ class PackedTransformersModel(nn.Module):
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the
         weights, and the adapters themselves to `lora/` next to it. A collective. Afterwards the
         model must not be used."""
-        model = self.model
-        if isinstance(self, FSDPModule) and self.make is not None:
-            in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(self, options=in_one_piece)  # on rank 0
-            model = self.make() if weights else None
-            if model is not None:
-                named = {name.removeprefix("model."): weight for name, weight in weights.items()}
-                model.load_state_dict(named)
-        is_alone = not distributed.is_initialized()  # in transformers' Trainer
-        if is_alone or distributed.get_rank() == 0:
+        in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self, options=in_one_piece)  # on rank 0
+        if distributed.get_rank() == 0:
+            model = self.make()
+            named = {name.removeprefix("model."): weight for name, weight in weights.items()}
+            model.load_state_dict(named)
             if hasattr(model, "peft_config"):
                 with replace_folder(folder.with_name("lora")) as temporary:
                     model.save_pretrained(temporary)
@@ -131,8 +127,7 @@ class PackedTransformersModel(nn.Module):
             with replace_folder(folder) as temporary:
                 model.save_pretrained(temporary)
                 write_companions(temporary, self.hf_config, self.checkpoint)
-        if not is_alone:
-            distributed.barrier()
+        distributed.barrier()
 
 
 def build_transformers_model(

@@ -14,7 +14,6 @@
   a newer version.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llamafactory.train import tuner
@@ -42,10 +41,6 @@ _DONE_BEFORE = {
 class PackedSeq2SeqTrainer(TrainsPacks, CustomSeq2SeqTrainer):
     """LLaMA-Factory's trainer on packs. The loss is divided by the labels of a whole step;
     LLaMA-Factory gives every micro batch of a model with images equal weight."""
-
-    def __init__(self, *, data_collator: Any = None, **kwargs: Any) -> None:
-        del data_collator  # it pads, and prepares images again
-        super().__init__(**kwargs)
 
 
 def is_packed(name: str) -> bool:
@@ -108,9 +103,10 @@ def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **op
 
 def make_trainer(*, train_dataset: Any = None, **options: Any) -> CustomSeq2SeqTrainer:
     """Make LLaMA-Factory's trainer, or the trainer on packs."""
-    on_packs = isinstance(train_dataset, PackedFolder)
-    kind: Callable[..., Any] = PackedSeq2SeqTrainer if on_packs else CustomSeq2SeqTrainer
-    return kind(train_dataset=train_dataset, **options)
+    if not isinstance(train_dataset, PackedFolder):
+        return CustomSeq2SeqTrainer(train_dataset=train_dataset, **options)
+    del options["data_collator"]  # it pads, and prepares images again
+    return PackedSeq2SeqTrainer(train_dataset=train_dataset, **options)
 
 
 def run_sft(

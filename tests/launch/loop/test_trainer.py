@@ -99,7 +99,7 @@ class Interfering(torch.nn.Module):
 def interfered(config: LaunchConfig, at: int, action: Callable[[Any], Any]) -> tuple[Any, Any]:
     """The error of a run, and the packs that it read."""
     trainer, recorded, model = make_trainer(config)
-    trainer._model = Interfering(model, at, action)
+    trainer.model = Interfering(model, at, action)
     with pytest.raises(StepError) as failed:
         trainer.run()
     return failed.value, recorded.keys
