@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
-from launch.config import DataConfig, OnlineConfig
+from launch.config import DataConfig
 from launch.data.broadcast import EvenRows, broadcast_batch
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
@@ -108,27 +108,24 @@ class MicroBatches:
         self.even: EvenRows | None = None
         self._device = device
         self._repeats = config.repeat and split == "train"
-        self._ended = False
         self._left_out = 0
-        self._rows: Iterator[Any] | None = None
         self._loader: Any = None
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         if parallel_state.get_tensor_and_context_parallel_rank() == 0:
-            if config.online is None:
-                self._loader = build_loader(config, task_encoder, split, limit=limit, seed=seed)
-            else:
-                assert split == "train", "LaunchConfig refuses to validate on them"
-                self._loader = build_online_loader(config, config.online, task_encoder, seed)
+            self._loader = build_loader(config, task_encoder, split, limit, seed)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another pass."""
+        loaders = [] if self._loader is None else [self._loader]
+        epochs = itertools.cycle(loaders) if self._repeats else loaders
+        self._rows: Iterator[Any] = itertools.chain.from_iterable(epochs)
+        self._ended = False
 
     def next(self) -> PackedBatch | None:
         """Return the next row; at the end of the data None, and None again from then on."""
-        batch = None
-        if self._loader is not None and not self._ended:
-            if self._rows is None:  # epoch after epoch
-                epochs = itertools.repeat(self._loader) if self._repeats else [self._loader]
-                self._rows = itertools.chain.from_iterable(epochs)
-            batch = next(self._rows, None)
-            self._ended = batch is None
+        batch = None if self._ended else next(self._rows, None)
+        self._ended = batch is None
         if batch is not None:
             for line in batch.dropped:
                 logger.warning("left out, in pack %s or before: %s", ", ".join(batch.__key__), line)
@@ -139,10 +136,6 @@ class MicroBatches:
                 )
         row = broadcast_batch(batch, self._device, self._group)
         return row if self.even is None else self.even(row)
-
-    def restart(self) -> None:
-        """Begin another pass."""
-        self._ended, self._rows = False, None
 
     def state(self) -> Any:
         """Return the state that `restore` needs to continue with the next row."""
@@ -168,35 +161,55 @@ class MicroBatches:
 
 
 def build_loader(
-    config: DataConfig,
-    task_encoder: PackedTaskEncoder,
-    split: str = "train",
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-) -> ScheduledLoader:
-    """Build the loader of this data parallel rank's rows of packs."""
+    config: DataConfig, task_encoder: PackedTaskEncoder, split: str, limit: int | None, seed: int
+) -> ScheduledLoader | PackedLoader:
+    """Build the loader of this data parallel rank's rows: of packs; or by Energon, of samples that
+    are packed while training."""
+    rank = parallel_state.get_data_parallel_rank()
+    num_ranks = parallel_state.get_data_parallel_world_size()
+    repeat, num_workers = config.repeat and split == "train", config.num_workers
     (path,) = config.paths
-    folder = PackedFolder(path, task_encoder, split=split)
-    schedule = schedule_of(
-        folder,
-        order=config.order if split == "train" else "written",
-        num_ranks=parallel_state.get_data_parallel_world_size(),
-        packs_per_row=config.micro_batch_size,
+    if config.online is None:
+        folder = PackedFolder(path, task_encoder, split=split)
+        schedule = schedule_of(
+            folder,
+            order=config.order if split == "train" else "written",
+            num_ranks=num_ranks,
+            packs_per_row=config.micro_batch_size,
+            seed=seed,
+            repeat=repeat,
+        )
+        return ScheduledLoader(
+            folder,
+            schedule,
+            rank,
+            partial(_collate, folder),
+            limit=limit,
+            num_workers=num_workers,
+            timeout=FIRST_ROW_TIMEOUT if num_workers else 0,
+            pin_memory=torch.cuda.is_available(),  # from there rows are sent without waiting
+            worker_init_fn=leave_group,
+        )
+    assert split == "train", "LaunchConfig refuses to validate on them"
+    dataset = get_online_train_dataset(
+        path,
+        task_encoder,
+        micro_batch_size=config.micro_batch_size,
         seed=seed,
-        repeat=config.repeat and split == "train",
+        repeat=repeat,
+        worker_config=WorkerConfig(
+            rank=rank, world_size=num_ranks, num_workers=num_workers, seed_offset=seed
+        ),
+        **config.online.model_dump(include={"buffer", "strategy", "budgets"}),
     )
-    return ScheduledLoader(
-        folder,
-        schedule,
-        parallel_state.get_data_parallel_rank(),
-        partial(_collate, folder),
-        limit=limit,
-        num_workers=config.num_workers,
-        timeout=FIRST_ROW_TIMEOUT if config.num_workers else 0,
-        pin_memory=torch.cuda.is_available(),  # from there rows are sent without waiting
-        worker_init_fn=leave_group,
+    loader = get_packed_loader(
+        dataset,
+        watchdog_timeout_seconds=ROW_TIMEOUT,
+        watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
     )
+    loader.worker_init_fn = partial(leave_group, begin=loader.worker_init_fn)
+    loader.generator = torch.Generator()  # as in ScheduledLoader
+    return loader
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
@@ -213,35 +226,6 @@ def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
             keys=keys,
             dropped=[f"{', '.join(keys)}: {error}"],
         )
-
-
-def build_online_loader(
-    config: DataConfig, online: OnlineConfig, task_encoder: PackedTaskEncoder, seed: int
-) -> PackedLoader:
-    """Build the loader of this data parallel rank's rows that are packed while training."""
-    windows = online.model_dump(include={"buffer", "strategy", "budgets"})
-    dataset = get_online_train_dataset(
-        config.paths[0],
-        task_encoder,
-        micro_batch_size=config.micro_batch_size,
-        seed=seed,
-        repeat=config.repeat,
-        worker_config=WorkerConfig(
-            rank=parallel_state.get_data_parallel_rank(),
-            world_size=parallel_state.get_data_parallel_world_size(),
-            num_workers=config.num_workers,
-            seed_offset=seed,
-        ),
-        **windows,
-    )
-    loader = get_packed_loader(
-        dataset,
-        watchdog_timeout_seconds=ROW_TIMEOUT,
-        watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
-    )
-    loader.worker_init_fn = partial(leave_group, begin=loader.worker_init_fn)
-    loader.generator = torch.Generator()  # as in ScheduledLoader
-    return loader
 
 
 def leave_group(worker_id: int, begin: Callable[[int], None] | None = None) -> None:

@@ -97,8 +97,6 @@ def absolute(path: str | Path) -> str:
 def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
     """Join the packs of all stages of a run: the largest of each measure. Raises StageError if
     stages were measured differently."""
-    if len(data) == 1:
-        return data[0]
     _require_one_model("data.path", paths, [one.model for one in data])
     return replace(
         data[0],

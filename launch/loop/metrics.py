@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from torch import distributed
 
 from launch.config import MetricsConfig
+from launch.loop.loss import sum_segments
 from offline_packing.storage.files import hash_bytes, write_atomically
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
@@ -124,12 +125,8 @@ def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
     """Return () float64, on the row's device: operations that the vision tower and the language
     model need, forward, for the row's real tokens and the logits of its labels. A branch costs what
     it adds to its trunk."""
-
-    def counts(mask: torch.Tensor) -> torch.Tensor:
-        until = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
-        return until[row.cu_lengths.flatten().long()].diff().double()  # of each segment
-
-    tokens, labels = counts(~row.attn_mask), counts(row.labels != IGNORE_INDEX)
+    tokens = sum_segments(~row.attn_mask, row.cu_lengths)
+    labels = sum_segments(row.labels != IGNORE_INDEX, row.cu_lengths)
     shared = torch.zeros_like(tokens)
     if row.parents.numel():
         parents = row.parents.flatten().long()

@@ -36,7 +36,7 @@ from launch.model.packed_attention import (
     packed_attention,
     register_attention,
 )
-from launch.model.prefix_trees import RowTrees, as_trees
+from launch.model.prefix_trees import RowTrees, layout_of, row_trees
 from task_encoders.families import FAMILIES
 
 #: Kinds of layers that see other tokens through the attention mask alone.
@@ -205,10 +205,13 @@ def trees_of_row(config: Any, params: PackedSeqParams, tokens: torch.Tensor) -> 
         if isinstance(params, RowTrees):
             raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
         return None
-    trees = as_trees(params)
+    if not isinstance(params, RowTrees):
+        layout = layout_of(params)
+        no_padding = torch.zeros_like(tokens, dtype=torch.bool)
+        params = row_trees(params, torch.full_like(layout[1:], -1), no_padding)
     if not _shows_images(config):
-        return trees
-    return dataclasses.replace(trees, blocks=_image_blocks(config, tokens)[0])
+        return params
+    return dataclasses.replace(params, blocks=_image_blocks(config, tokens)[0])
 
 
 def _hand_down_segments(

@@ -67,10 +67,15 @@ class PackedTransformersModel(nn.Module):
     def forward(
         self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the losses of a row, or its logits; see `PackedModel`."""
+        """Compute the losses of a row, or its logits; see `PackedModel`. Raises as
+        `trees_of_row`."""
+        trees = trees_of_row(self.hf_config, segments, row.tokens)
+        inputs = segment_kwargs(row.position_ids, layout_of(segments) if trees is None else None)
+        if trees is not None:
+            inputs["row_trees"] = trees
         with torch.autocast(row.tokens.device.type, self._dtype, self._dtype != torch.float32):
             hidden = self.whole.model(
-                input_ids=row.tokens, **self._segments(row, segments), **pixel_kwargs(row)
+                input_ids=row.tokens, **inputs, **pixel_kwargs(row)
             ).last_hidden_state
             head = self.whole.lm_head.weight
             if labels is None:
@@ -85,13 +90,6 @@ class PackedTransformersModel(nn.Module):
             # No weight that this row uses is trained: keep backward() possible.
             losses.requires_grad_()
         return losses
-
-    def _segments(self, row: PackedBatch, params: PackedSeqParams) -> dict[str, Any]:
-        """Make the arguments that keep the samples of a row apart. Raises as `trees_of_row`."""
-        trees = trees_of_row(self.hf_config, params, row.tokens)
-        if trees is None:
-            return segment_kwargs(row.position_ids, layout_of(params))
-        return {**segment_kwargs(row.position_ids, None), "row_trees": trees}
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Compute the head's logits, within the model's limit if it has one (Gemma's)."""

@@ -14,6 +14,7 @@
   a newer version.
 """
 
+from functools import partial
 from typing import Any
 
 from llamafactory.train import tuner
@@ -84,20 +85,16 @@ def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **op
     """Open LLaMA-Factory's datasets, or packs. Raises as `open_as_measured`."""
     if not is_packed((data_args.dataset or [""])[0]):
         return _llama_factorys_dataset(template, model_args, data_args, *args, **options)
-    opened = {}
-    for name, split, given in (
-        ("train_dataset", "train", data_args.dataset),
-        ("eval_dataset", "val", data_args.eval_dataset),
-    ):
-        if given:
-            opened[name], _ = open_as_measured(
-                given[0],
-                "LLaMA-Factory",
-                split=split,
-                processor=model_args.model_name_or_path,
-                pixel_transport="uint8",
-                trees=True,
-            )
+    open_packs = partial(
+        open_as_measured,
+        trainer="LLaMA-Factory",
+        processor=model_args.model_name_or_path,
+        pixel_transport="uint8",
+        trees=True,
+    )
+    opened = {"train_dataset": open_packs(data_args.dataset[0])[0]}
+    if data_args.eval_dataset:
+        opened["eval_dataset"] = open_packs(data_args.eval_dataset[0], split="val")[0]
     return opened
 
 

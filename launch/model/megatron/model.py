@@ -63,8 +63,6 @@ class RecomputedTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer, as TransformerLayer does."""
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
         return checkpoint(
             super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )

@@ -143,14 +143,11 @@ def share_frames(flops: npt.NDArray[np.float64], size: int) -> list[int]:
             bounds.append(int(np.searchsorted(done, done[bounds[-1]] + limit, "right")) - 1)
         return bounds
 
-    total = done[-1]
-    low, high = total / size, total
-    bounds = fill(high)
-    while high - low > 1e-9 * total:
+    low, high = done[-1] / size, done[-1]
+    for _ in range(30):
         limit = (low + high) / 2
-        found = fill(limit)
-        if found[-1] == len(flops):
-            high, bounds = limit, found
+        if fill(limit)[-1] == len(flops):
+            high = limit
         else:
             low = limit
-    return bounds
+    return fill(high)

@@ -203,7 +203,7 @@ def test_the_largest_of_all_stages() -> None:
     data = [replace(SMALL, model=model, seq_length=n, has_media=n > 2) for n in (2, 3, 1)]
     largest = largest_of("abc", data)
     assert (largest.seq_length, largest.has_media) == (3, True)
-    assert largest_of("a", data[:1]) is data[0]
+    assert largest_of("a", data[:1]) == data[0]
     other = replace(data[1], model=model.model_copy(update={"max_pixels": 12_544}))
     with pytest.raises(StageError, match=r"data.path: a .* with max_pixels .*, c with 12544"):
         largest_of("abc", [*data[:2], other])
