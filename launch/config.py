@@ -66,14 +66,6 @@ class DataConfig(Section):
     #: path holds unpacked data for Energon, to be packed by the loader's processes
     online: OnlineConfig | None = None
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "DataConfig":
-        if self.online is not None and len(self.paths) > 1:
-            raise ValueError(
-                "data.online packs during training and has no stages; set data.path to one folder"
-            )
-        return self
-
     @property
     def paths(self) -> tuple[str, ...]:
         """The path of each stage."""
@@ -221,6 +213,10 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> "LaunchConfig":
+        if self.data.online and len(self.data.paths) > 1:
+            raise ValueError(
+                "data.online packs during training and has no stages; set data.path to one folder"
+            )
         if self.data.online and (self.data.order != "written" or self.validation.every):
             raise ValueError(
                 "data.online makes packs during training, which can be neither ordered nor "

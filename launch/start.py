@@ -96,8 +96,6 @@ def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
     for path in paths:
         packed_data.check_room(path, config.parallel.context)
     settled = packed_data.settle_validation(config, overrides)
-    for path in paths if settled.validation.every else ():
-        packed_data.check_validation(path)
     return [] if settled is config else ["validation={}"]
 
 

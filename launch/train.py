@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -44,11 +44,9 @@ DEBUG: Final = click.option("--debug", is_flag=True, help="Show the traceback of
 @OVERRIDES
 @ACCEPT
 @DEBUG
-def cli(
-    config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
-) -> None:
+def cli(**given: Any) -> None:
     """Train as CONFIG says; fields can be set on the command line, as data.path=out/packed."""
-    train(load_config, config, overrides, accept_mismatch, debug=debug)
+    train(load_config, **given)
 
 
 def train(

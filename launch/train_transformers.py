@@ -7,6 +7,7 @@ configuration, except for `model.lora`, `model.fsdp`, the names of `model.attent
 """
 
 from functools import partial
+from typing import Any
 
 import click
 from pydantic import model_validator
@@ -41,16 +42,10 @@ load_config = partial(launch_config.load_config, kind=TransformersConfig)
 @ACCEPT
 @click.option("--lora", is_flag=True, help="Train adapters, as model.lora.rank=16 does.")
 @DEBUG
-def main(
-    config: str,
-    overrides: tuple[str, ...],
-    accept_mismatch: tuple[str, ...],
-    lora: bool,
-    debug: bool,
-) -> None:
+def main(overrides: tuple[str, ...], lora: bool, **given: Any) -> None:
     """Train as CONFIG says; fields can be set on the command line, as data.path=out/packed."""
-    given = (*(["model.lora={}"] if lora else []), *overrides)
-    train(load_config, config, given, accept_mismatch, debug=debug)
+    own = ("model.lora={}",) if lora else ()
+    train(load_config, overrides=(*own, *overrides), **given)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
-from launch.config import DataConfig, OnlineConfig
+from launch.config import DataConfig
 from launch.data.broadcast import EvenRows, broadcast_batch
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
@@ -26,7 +26,7 @@ from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_d
 from offline_packing.online.ranks.pack_costs import schedule_of
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families import FAMILIES, change_options
-from task_encoders.loading.packed_dataset import get_packed_loader
+from task_encoders.loading.packed_dataset import PackedLoader, get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import ScheduledLoader
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -108,27 +108,24 @@ class MicroBatches:
         self.even: EvenRows | None = None
         self._device = device
         self._repeats = config.repeat and split == "train"
-        self._ended = False
         self._left_out = 0
-        self._rows: Iterator[Any] | None = None
         self._loader: Any = None
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         if parallel_state.get_tensor_and_context_parallel_rank() == 0:
-            if config.online is None:
-                self._loader = build_loader(config, task_encoder, split, limit=limit, seed=seed)
-            else:
-                assert split == "train", "LaunchConfig refuses to validate on them"
-                self._loader = OnlineLoader(config, config.online, task_encoder, seed)
+            self._loader = build_loader(config, task_encoder, split, limit, seed)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another pass."""
+        loaders = [] if self._loader is None else [self._loader]
+        epochs = itertools.cycle(loaders) if self._repeats else loaders
+        self._rows: Iterator[Any] = itertools.chain.from_iterable(epochs)
+        self._ended = False
 
     def next(self) -> PackedBatch | None:
         """Return the next row; at the end of the data None, and None again from then on."""
-        batch = None
-        if self._loader is not None and not self._ended:
-            if self._rows is None:  # epoch after epoch
-                epochs = itertools.repeat(self._loader) if self._repeats else [self._loader]
-                self._rows = itertools.chain.from_iterable(epochs)
-            batch = next(self._rows, None)
-            self._ended = batch is None
+        batch = None if self._ended else next(self._rows, None)
+        self._ended = batch is None
         if batch is not None:
             for line in batch.dropped:
                 logger.warning("left out, in pack %s or before: %s", ", ".join(batch.__key__), line)
@@ -140,22 +137,22 @@ class MicroBatches:
         row = broadcast_batch(batch, self._device, self._group)
         return row if self.even is None else self.even(row)
 
-    def restart(self) -> None:
-        """Begin another pass."""
-        self._ended, self._rows = False, None
-
     def state(self) -> Any:
         """Return the state that `restore` needs to continue with the next row."""
         if self._loader is None:
             return None
-        return {"ended": self._ended, "loader": self._loader.state_dict()}
+        is_online = isinstance(self._loader, PackedLoader)
+        save = self._loader.save_state_rank if is_online else self._loader.state_dict
+        return {"ended": self._ended, "loader": save()}
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
         the rest of the epoch is dealt among the present ranks. Only before the first `next`."""
         if self._loader is not None:
-            self._ended = state["ended"]
-            self._loader.load_state_dict(state["loader"])
+            self._ended, loader = state["ended"], self._loader
+            is_online = isinstance(loader, PackedLoader)
+            load = loader.restore_state_rank if is_online else loader.load_state_dict
+            load(state["loader"])
 
     def close(self) -> None:
         """Stop reading. `next` must not be called afterwards."""
@@ -164,39 +161,55 @@ class MicroBatches:
 
 
 def build_loader(
-    config: DataConfig,
-    task_encoder: PackedTaskEncoder,
-    split: str = "train",
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    rank: int | None = None,
-    num_ranks: int | None = None,
-) -> ScheduledLoader:
-    """Build the loader of a rank's rows of packs; default: of this data parallel rank."""
-    rank = parallel_state.get_data_parallel_rank() if rank is None else rank
-    num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
+    config: DataConfig, task_encoder: PackedTaskEncoder, split: str, limit: int | None, seed: int
+) -> ScheduledLoader | PackedLoader:
+    """Build the loader of this data parallel rank's rows: of packs; or by Energon, of samples that
+    are packed while training."""
+    rank = parallel_state.get_data_parallel_rank()
+    num_ranks = parallel_state.get_data_parallel_world_size()
+    repeat, num_workers = config.repeat and split == "train", config.num_workers
     (path,) = config.paths
-    folder = PackedFolder(path, task_encoder, split=split)
-    schedule = schedule_of(
-        folder,
-        order=config.order if split == "train" else "written",
-        num_ranks=num_ranks,
-        packs_per_row=config.micro_batch_size,
+    if config.online is None:
+        folder = PackedFolder(path, task_encoder, split=split)
+        schedule = schedule_of(
+            folder,
+            order=config.order if split == "train" else "written",
+            num_ranks=num_ranks,
+            packs_per_row=config.micro_batch_size,
+            seed=seed,
+            repeat=repeat,
+        )
+        return ScheduledLoader(
+            folder,
+            schedule,
+            rank,
+            partial(_collate, folder),
+            limit=limit,
+            num_workers=num_workers,
+            timeout=FIRST_ROW_TIMEOUT if num_workers else 0,
+            pin_memory=torch.cuda.is_available(),  # from there rows are sent without waiting
+            worker_init_fn=leave_group,
+        )
+    assert split == "train", "LaunchConfig refuses to validate on them"
+    dataset = get_online_train_dataset(
+        path,
+        task_encoder,
+        micro_batch_size=config.micro_batch_size,
         seed=seed,
-        repeat=config.repeat and split == "train",
+        repeat=repeat,
+        worker_config=WorkerConfig(
+            rank=rank, world_size=num_ranks, num_workers=num_workers, seed_offset=seed
+        ),
+        **config.online.model_dump(include={"buffer", "strategy", "budgets"}),
     )
-    return ScheduledLoader(
-        folder,
-        schedule,
-        rank,
-        partial(_collate, folder),
-        limit=limit,
-        num_workers=config.num_workers,
-        timeout=FIRST_ROW_TIMEOUT if config.num_workers else 0,
-        pin_memory=torch.cuda.is_available(),  # from there rows are sent without waiting
-        worker_init_fn=leave_group,
+    loader = get_packed_loader(
+        dataset,
+        watchdog_timeout_seconds=ROW_TIMEOUT,
+        watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
     )
+    loader.worker_init_fn = partial(leave_group, begin=loader.worker_init_fn)
+    loader.generator = torch.Generator()  # as in ScheduledLoader
+    return loader
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
@@ -213,56 +226,6 @@ def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
             keys=keys,
             dropped=[f"{', '.join(keys)}: {error}"],
         )
-
-
-class OnlineLoader:
-    """Rows that are packed while training, with the calls of a `ScheduledLoader`."""
-
-    def __init__(
-        self, config: DataConfig, online: OnlineConfig, task_encoder: PackedTaskEncoder, seed: int
-    ) -> None:
-        self._num_ranks = parallel_state.get_data_parallel_world_size()
-        windows = online.model_dump(include={"buffer", "strategy", "budgets"})
-        dataset = get_online_train_dataset(
-            config.paths[0],
-            task_encoder,
-            micro_batch_size=config.micro_batch_size,
-            seed=seed,
-            repeat=config.repeat,
-            worker_config=WorkerConfig(
-                rank=parallel_state.get_data_parallel_rank(),
-                world_size=self._num_ranks,
-                num_workers=config.num_workers,
-                seed_offset=seed,
-            ),
-            **windows,
-        )
-        self._loader = get_packed_loader(
-            dataset,
-            watchdog_timeout_seconds=ROW_TIMEOUT,
-            watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
-        )
-        self._loader.worker_init_fn = partial(leave_group, begin=self._loader.worker_init_fn)
-        self._loader.generator = torch.Generator()  # as in ScheduledLoader
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        return iter(self._loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_ranks": self._num_ranks, "energon": self._loader.save_state_rank()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was saved. Raises StageError with another number of ranks, and
-        ValueError with other loader processes."""
-        if state["num_ranks"] != self._num_ranks:
-            raise StageError(
-                f"data.online: the checkpoint is of {state['num_ranks']} data parallel ranks, but "
-                f"{self._num_ranks} are running; resume with {state['num_ranks']}"
-            )
-        self._loader.restore_state_rank(state["energon"])
-
-    def close(self) -> None:
-        self._loader.close()
 
 
 def leave_group(worker_id: int, begin: Callable[[int], None] | None = None) -> None:

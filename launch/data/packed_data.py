@@ -97,8 +97,6 @@ def absolute(path: str | Path) -> str:
 def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
     """Join the packs of all stages of a run: the largest of each measure. Raises StageError if
     stages were measured differently."""
-    if len(data) == 1:
-        return data[0]
     _require_one_model("data.path", paths, [one.model for one in data])
     return replace(
         data[0],
@@ -148,34 +146,29 @@ def check_room(path: str | Path, context_parallel: int) -> None:
 
 
 def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchConfig:
-    """Turn off validation that a file asks for, and no override does, if packs have no val
-    split."""
-    if not config.validation.every or any(one.startswith("validation") for one in overrides):
-        return config
-    for path in config.data.paths:
-        if not _shards_of(path, "val"):
+    """Check that there are packs to validate on, and warn if they are also trained on. Without
+    them, turn off validation that a file asks for, and no override does; otherwise raise
+    StageError."""
+    for path in config.data.paths if config.validation.every else ():
+        if validated := _shards_of(path, "val"):
+            if shared := validated & _shards_of(path, "train"):
+                where, shard = min(shared)
+                logger.warning(
+                    "%s: packs are in both the train and the val split, such as %s of %s; give the "
+                    "val split other packs",
+                    *(path, shard, where),
+                )
+        elif any(one.startswith("validation") for one in overrides):
+            raise StageError(
+                f"{path} has no packs in its val split; set validation.every=0, or pack with "
+                "output.split={train: 0.99, val: 0.01}"
+            )
+        else:
             logger.warning(
                 "validation is off: %s has no packs in its val split (output.split)", path
             )
             return config.model_copy(update={"validation": ValidationConfig()})
     return config
-
-
-def check_validation(path: str | Path) -> None:
-    """Check that there are packs to validate on, and warn if they are also trained on. Raises
-    StageError if there are no packs in the val split."""
-    if not (validated := _shards_of(path, "val")):
-        raise StageError(
-            f"{path} has no packs in its val split; set validation.every=0, or pack with "
-            "output.split={train: 0.99, val: 0.01}"
-        )
-    if shared := validated & _shards_of(path, "train"):
-        where, shard = min(shared)
-        logger.warning(
-            "%s: packs are in both the train and the val split, such as %s of %s; give the val "
-            "split other packs",
-            *(path, shard, where),
-        )
 
 
 def _read_manifest(folder: Path) -> Manifest:

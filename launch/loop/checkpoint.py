@@ -21,8 +21,8 @@ data.path that have not begun may change. With other packs, if that is named, th
 where it is, and the first of the new stages begins.
 """
 
+import io
 import logging
-import os
 import pickle
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -44,7 +44,7 @@ from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
-from offline_packing.errors import ConfigError, DamagedError
+from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.runs.training_run import (
     STATE,
     VERSION,
@@ -85,6 +85,7 @@ class CheckpointFolder:
         #: data parallel ranks among which packs are dealt, and ranks that share each pack
         self._deal = parallel_state.get_data_parallel_world_size(), config.parallel.context
         self._accept, self._keep = accept, config.checkpoint.keep
+        self._is_online = config.data.online is not None
         self._rank = distributed.get_rank()
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self._tensor_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -109,16 +110,10 @@ class CheckpointFolder:
             sharded.save(tensors, storage_writer=writer)
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         generators = {"system": SystemRng.save_state(), "cuda": cuda}
-        state = {"data": data.state(), "generators": generators}
+        buffer = io.BytesIO()
+        torch.save({"data": data.state(), "generators": generators}, buffer)
         own = temporary / _OF_RANK.format(self._rank)
-        with translate_disk_full(own), open(own, "wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:
-                # torch's "unexpected pos", when it closes the file after a write that failed
-                raise (error.__context__ or error) from None
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(own, buffer.getvalue())
         written = [own, *temporary.glob(f"shard-{self._rank + 1:05d}-*")]
         # Each rank hashes its own files: their content is still in memory, and on a network file
         # system other ranks may see them late.
@@ -144,37 +139,48 @@ class CheckpointFolder:
         return final
 
     def newest(self) -> Path | None:
-        """Find the newest whole checkpoint, the same one on all ranks, and warn of newer ones that
-        are damaged. A collective.
+        """Find the newest whole checkpoint, the same one on all ranks; warn of newer ones that are
+        damaged, and log the accepted fields that differ. A collective.
 
         Raises:
             DamagedError: there are checkpoints, and none is whole.
-            StageError: the newest was written by another version.
+            StageError: another version wrote the newest, or a run with other settings than rank
+                0's, or, of data that are packed while training, with other ranks.
         """
         if self._whole is not None:
             return self._whole
         reasons: dict[Path, str] = {}
         for path in on_all_ranks(list_checkpoints(self.folder) if self._rank == 0 else [])[0]:
             if not (damage := self._find_damage(path)):
-                self._whole, self._damaged = path, set(reasons)
                 break
             reasons[path] = "; ".join(damage)
-        if self._whole is None and reasons:
+        else:
+            if not reasons:
+                return None
             listed = ", ".join(f"{path.name} ({why})" for path, why in reasons.items())
             raise DamagedError(
                 f"{self.folder} holds no whole checkpoint: {listed}; restore these files, or "
                 "remove the folder to train from the beginning"
             )
-        if self._whole is not None and self._rank == 0:
-            for path, why in reasons.items():
-                logger.warning(
-                    "checkpoint %s is damaged: %s; training goes on from %s, and the damaged one "
-                    "is removed when the next one is saved",
-                    path,
-                    why,
-                    self._whole.name,
-                )
-        return self._whole
+        for damaged, why in reasons.items() if self._rank == 0 else ():
+            logger.warning(
+                "checkpoint %s is damaged: %s; training goes on from %s, and the damaged one is "
+                "removed when the next one is saved",
+                damaged,
+                why,
+                path.name,
+            )
+        saved, now = read_state(path), on_all_ranks(self._record)[0]  # nodes may differ in paths
+        for line in check_same_run(saved, now, self._accept, path):
+            logger.info("accepted: %s", line)
+        then = saved.data_parallel, saved.context_parallel
+        if self._is_online and then != self._deal:
+            raise StageError(
+                "data.online: the checkpoint is of {} × {} data × context parallel ranks, but "
+                "{} × {} are running; resume with the same numbers".format(*then, *self._deal)
+            )
+        self._whole, self._damaged = path, set(reasons)
+        return path
 
     def _find_damage(self, path: Path) -> list[str]:
         """List the damaged files of a checkpoint, each with its fault. Each rank reads some of the
@@ -192,20 +198,11 @@ class CheckpointFolder:
             own.append(str(error))
         return sorted({line for lines in on_all_ranks(own) for line in lines})
 
-    def check(self, path: Path) -> list[str]:
-        """Check that this run can resume from a checkpoint. Returns a line for each accepted field
-        that differs. Raises StageError if another version wrote the checkpoint, or a run with other
-        settings than rank 0's. A collective."""
-        saved, now = read_state(path), on_all_ranks(self._record)[0]  # nodes may differ in paths
-        return check_same_run(saved, now, self._accept, path)
-
     def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
-        """Restore a checkpoint, and the present stage's place in its packs; if other packs begin,
-        those of the first stage begin. Generators are restored if packs are dealt as before. A
-        collective. Raises StageError, see `check`; and DamagedError if its files are not those of
-        such a run."""
-        for line in self.check(path):
-            logger.info("accepted: %s", line)
+        """Restore a checkpoint that `newest` found, and the present stage's place in its packs; if
+        other packs begin, those of the first stage begin. Generators are restored if packs are
+        dealt as before. A collective. Raises DamagedError if its files are not those of such a
+        run."""
         saved = read_state(path)
         then = saved.data_parallel, saved.context_parallel
         iteration, begins, trained = saved.iteration, saved.begins, saved.trained
@@ -237,7 +234,7 @@ class CheckpointFolder:
         file of each name: one file per kind of tensors, which is in memory while it is written."""
         tensors: dict[str, Any] = {}
         files: dict[str, int] = {}
-        for number, (kind, named) in enumerate(optimizer.state().items(), 1):
+        for number, (kind, named) in enumerate(optimizer.state.items(), 1):
             for rank in range(self._tensor_size):
                 prefix = f"{kind}.{rank:02d}."
                 files |= {prefix + name: number for name in named}

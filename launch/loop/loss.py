@@ -31,6 +31,12 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return shifted
 
 
+def sum_segments(values: torch.Tensor, cu_lengths: torch.Tensor) -> torch.Tensor:
+    """Add up values (1, S) of each segment between boundaries (1, P + 1): (P,) float64."""
+    until = torch.nn.functional.pad(values.flatten().double().cumsum(0), (1, 0))
+    return until[cu_lengths.flatten().long()].diff()
+
+
 def row_loss(
     token_losses: torch.Tensor,
     loss_weights: torch.Tensor,
@@ -56,15 +62,9 @@ def row_loss(
     weights[:, -1] = 0
     denominator = weights.sum()
     if normalization != "token":
-        boundaries = cu_lengths.flatten().long()
-
-        def per_segment(values: torch.Tensor) -> torch.Tensor:
-            before = torch.cat([values.new_zeros(1), values.flatten().double().cumsum(0)])
-            return before[boundaries[1:]] - before[boundaries[:-1]]
-
-        labels, sums = per_segment((weights > 0).float()), per_segment(weights)
+        labels, sums = sum_segments(weights > 0, cu_lengths), sum_segments(weights, cu_lengths)
         of_sample = labels.sqrt() if normalization == "sqrt" else (labels > 0).double()
         share = torch.where(labels > 0, of_sample / sums, 0.0).float()
-        weights = weights * share.repeat_interleave(boundaries.diff())
+        weights = weights * share.repeat_interleave(cu_lengths.flatten().diff())
         denominator = of_sample.sum().float()
     return (torch.where(weights > 0, token_losses, 0.0) * weights).sum(), denominator

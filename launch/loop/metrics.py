@@ -9,15 +9,16 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from torch import distributed
 
 from launch.config import MetricsConfig
+from launch.loop.loss import sum_segments
 from offline_packing.storage.files import hash_bytes, write_atomically
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
@@ -34,7 +35,8 @@ class StepCounts:
         #: loss, denominator, and forward operations
         self._on_device = torch.zeros(3, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = 0
-        self._data_seconds = 0.0
+        #: waits for the loader
+        self.data_seconds = 0.0
 
     def add(
         self,
@@ -61,23 +63,16 @@ class StepCounts:
         self._samples += len(row.sub_sample_keys)
         self._packs += len(row.__key__)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time the wait for the loader."""
-        started = time.perf_counter()
-        yield
-        self._data_seconds += time.perf_counter() - started
-
-    def reduce(self, *, counts: bool, stop: int) -> "StepTotals":
-        """Add up over all ranks. A collective.
+    def reduce(self, *, stop: int = 0) -> "StepTotals":
+        """Add up over all ranks, of tensor parallel ranks the first. A collective.
 
         Args:
-            counts: whether what this rank added counts (one rank's per tensor parallel group).
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         own = self._on_device.new_tensor([self._tokens, self._samples, self._packs])
-        sums = torch.cat([self._on_device, own]) * counts
-        worst = sums.new_tensor([self._data_seconds, float(stop)])
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        sums = torch.cat([self._on_device, own]) * is_first
+        worst = sums.new_tensor([self.data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
         loss, denominator, flops, *counted = sums.tolist()
@@ -130,12 +125,8 @@ def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
     """Return () float64, on the row's device: operations that the vision tower and the language
     model need, forward, for the row's real tokens and the logits of its labels. A branch costs what
     it adds to its trunk."""
-
-    def counts(mask: torch.Tensor) -> torch.Tensor:
-        until = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
-        return until[row.cu_lengths.flatten().long()].diff().double()  # of each segment
-
-    tokens, labels = counts(~row.attn_mask), counts(row.labels != IGNORE_INDEX)
+    tokens = sum_segments(~row.attn_mask, row.cu_lengths)
+    labels = sum_segments(row.labels != IGNORE_INDEX, row.cu_lengths)
     shared = torch.zeros_like(tokens)
     if row.parents.numel():
         parents = row.parents.flatten().long()

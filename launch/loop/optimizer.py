@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
+from megatron.core import parallel_state
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from launch.config import OptimizerConfig
 
@@ -36,14 +36,15 @@ class ShardedAdamW:
     Gradients of micro batches are summed by the backward passes. All ranks must make equally many,
     through the same layers, and with gradients for the same other weights.
 
+    The ranks that see different rows, or parts of a row, share the shards. Needs
+    `launch.loop.parallel.initialize_parallel`.
+
     Args:
         model: is sharded in place. Weights that tensor parallel ranks divide are marked
             `tensor_model_parallel`.
         layers: the model's layers.
         dtype: the dtype of gathered weights; None: float32.
         device: the device of the shards.
-        group: the ranks that see different rows, or parts of a row.
-        tensor_group: the ranks that share the model; None: a single rank.
         stays_gathered: weights stay gathered, and frozen ones are not sharded.
 
     Raises:
@@ -58,8 +59,6 @@ class ShardedAdamW:
         dtype: torch.dtype | None,
         *,
         device: torch.device,
-        group: distributed.ProcessGroup,
-        tensor_group: distributed.ProcessGroup | None = None,
         stays_gathered: bool = True,
     ) -> None:
         # Sharding makes new parameters, and the memory of the old ones must be freed.
@@ -71,11 +70,30 @@ class ShardedAdamW:
             for name, parameter in model.named_parameters()
             if getattr(parameter, "tensor_model_parallel", False)
         }
-        self._group, self._tensor_group = group, tensor_group
+        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._stays_gathered = stays_gathered
-        mesh = DeviceMesh.from_group(group, device.type)
-        _shard(model, layers, dtype, mesh, stays_gathered=stays_gathered)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        mesh = DeviceMesh.from_group(self._group, device.type)
+        # Layers that stay gathered keep the dtype of what goes in, such as angles in float32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=not stays_gathered
+        )
+        whole = {one for one in model.parameters() if stays_gathered and not one.requires_grad}
+        self._units: list[Any] = [*layers, model]
+        for unit in self._units:
+            for parameter in unit.parameters():
+                if parameter not in whole:
+                    parameter.data = parameter.data.float()
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=not stays_gathered,
+                ignored_params=whole,
+            )
+            unit.set_reshard_after_backward(not stays_gathered, recurse=False)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo scales none
+            unit.set_gradient_divide_factor(1.0)
         #: replaced in the model while they are gathered
         self._parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if n in hooks}
         self.publish()
@@ -90,10 +108,13 @@ class ShardedAdamW:
         ]
         betas, fused = (config.beta1, config.beta2), device.type == "cuda"
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=fused)
-        for shard in self.shards.values():
-            steps = torch.zeros((), device=device)
-            moments = {name: torch.zeros_like(shard.detach()) for name in _MOMENTS}
-            self._adamw.state[shard] = {"step": steps, **moments}
+        #: weights and moments by kind and weight, to be saved or overwritten
+        self.state = {"weights": {n: p.detach() for n, p in self._parameters.items()}}
+        for kind in _MOMENTS:
+            self.state[kind] = {n: torch.zeros_like(p) for n, p in self.state["weights"].items()}
+        for name, shard in self.shards.items():
+            moments = {kind: self.state[kind][name].to_local() for kind in _MOMENTS}
+            self._adamw.state[shard] = {"step": torch.zeros((), device=device), **moments}
 
     @torch.no_grad()
     def step(self, *, learning_rate: float, denominator: float, max_norm: float | None) -> float:
@@ -139,22 +160,6 @@ class ShardedAdamW:
                 unit.reshard()
                 unit.unshard()
 
-    def state(self) -> dict[str, dict[str, DTensor]]:
-        """Return weights and moments by kind and weight, to be saved or overwritten."""
-        found = {"weights": {name: one.detach() for name, one in self._parameters.items()}}
-        for kind in _MOMENTS:
-            found[kind] = {
-                name: DTensor.from_local(
-                    self._adamw.state[self.shards[name]][kind],
-                    parameter.device_mesh,
-                    parameter.placements,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                for name, parameter in self._parameters.items()
-            }
-        return found
-
     def _average(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Average the gradients of weights that all tensor parallel ranks have in full.
 
@@ -162,7 +167,7 @@ class ShardedAdamW:
         and the copies would drift apart.
         """
         alike = [one for name, one in gradients.items() if name not in self._divided]
-        if self._tensor_group is None or self._tensor_group.size() == 1 or not alike:
+        if self._tensor_group.size() == 1 or not alike:
             return
         summed = torch.cat([one.flatten() for one in alike])
         distributed.all_reduce(summed, group=self._tensor_group)
@@ -177,39 +182,5 @@ class ShardedAdamW:
         for name, gradient in gradients.items():
             squares[int(name in self._divided)] += gradient.square().sum()
         distributed.all_reduce(squares, group=self._group)
-        replicated, divided = squares
-        if self._tensor_group is not None:
-            divided = divided.clone()
-            distributed.all_reduce(divided, group=self._tensor_group)
-        return float((replicated + divided).sqrt())
-
-
-def _shard(
-    model: nn.Module,
-    layers: Iterable[nn.Module],
-    dtype: torch.dtype | None,
-    mesh: DeviceMesh,
-    *,
-    stays_gathered: bool,
-) -> None:
-    """Shard a model in place. The arguments are those of `ShardedAdamW`."""
-    # Layers that stay gathered keep the dtype of what goes in, such as angles in float32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=not stays_gathered
-    )
-    whole = {one for one in model.parameters() if stays_gathered and not one.requires_grad}
-    for module in (*layers, model):
-        for parameter in module.parameters():
-            if parameter not in whole:
-                parameter.data = parameter.data.float()
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=not stays_gathered,
-            ignored_params=whole,
-        )
-        assert isinstance(module, FSDPModule)
-        module.set_reshard_after_backward(not stays_gathered, recurse=False)
-        module.set_force_sum_reduction_for_comms(True)  # gloo scales none
-        module.set_gradient_divide_factor(1.0)
+        distributed.all_reduce(squares[1:], group=self._tensor_group)  # of weights that are divided
+        return float(squares.sum().sqrt())

@@ -17,7 +17,7 @@ from launch.config import LaunchConfig
 from launch.data.broadcast import EvenRows
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
+from launch.data.packed_data import PackedData, absolute, check_room, largest_of
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_parallel
@@ -57,27 +57,23 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     lock = hold_lock(checkpoints / "lock", str(config.output.path), lock=fcntl.lockf)
     with lock if is_first else nullcontext():
-        return _run(config, accept_mismatch)
-
-
-def _run(config: LaunchConfig, accept_mismatch: Collection[str]) -> int:
-    ranks = config.parallel
-    device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
-    check_alike(config, accept_mismatch)
-    trainer, model = build_trainer(config, device, accept_mismatch)
-    if config.checkpoint.resume:
-        trainer.resume()
-    finished = trainer.run()
-    if finished and config.checkpoint.export:
-        export(model, config.output.path, trainer.iteration)
-    shutdown_parallel()
-    return 0 if finished else 128 + trainer.stopped_by
+        ranks = config.parallel
+        device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
+        check_alike(config, accept_mismatch)
+        trainer = build_trainer(config, device, accept_mismatch)
+        if config.checkpoint.resume:
+            trainer.resume()
+        finished = trainer.run()
+        if finished and config.checkpoint.export:
+            export(trainer.model, config.output.path, trainer.iteration)
+        shutdown_parallel()
+        return 0 if finished else 128 + trainer.stopped_by
 
 
 def build_trainer(
     config: LaunchConfig, device: torch.device, accept_mismatch: Collection[str] = ()
-) -> tuple[Trainer, Any]:
-    """Build the trainer of this rank, and its model. Needs `initialize_parallel`."""
+) -> Trainer:
+    """Build the trainer of this rank. Needs `initialize_parallel`."""
     data = [read_data(stage.data) for stage in config.stages]
     largest = largest_of(config.data.paths, data)
     for stage, own in zip(config.stages, data, strict=True):
@@ -85,9 +81,7 @@ def build_trainer(
     check_ends(config)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     checkpoints = CheckpointFolder(config, data, plan, accept_mismatch)
-    if (newest := checkpoints.newest()) is not None:
-        checkpoints.check(newest)
-    elif accept_mismatch:
+    if checkpoints.newest() is None and accept_mismatch:
         raise ConfigError(
             f"--accept-mismatch {', '.join(accept_mismatch)}: {checkpoints.folder} holds no "
             "checkpoint to resume from; correct output.path, or leave the option out"
@@ -103,7 +97,7 @@ def build_trainer(
         for one in stages:
             for batches in filter(None, (one.train, one.validation)):
                 batches.even = even
-    trainer = Trainer(
+    return Trainer(
         config,
         plan,
         model=model,
@@ -112,7 +106,6 @@ def build_trainer(
         checkpoints=checkpoints,
         device=device,
     )
-    return trainer, model
 
 
 def build_stages(
@@ -129,8 +122,7 @@ def build_stages(
         if stage.data.online is None:
             check_room(path, context)
             packs = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
-            packs |= {"path": absolute(path), "seed": seed}
-            packs["datasets"] = own.datasets
+            packs |= {"path": absolute(path), "seed": seed, "datasets": own.datasets}
         encoder = build_task_encoder(
             stage.data, own, config.model.family, pad_multiple=multiple, trees=own.has_trees
         )
@@ -187,11 +179,8 @@ def check_trees(config: LaunchConfig, data: PackedData) -> None:
 
 
 def check_ends(config: LaunchConfig) -> None:
-    """Check that validation and export have their packs and files. Raises StageError if not."""
-    if config.validation.every:
-        for path in config.data.paths:
-            check_validation(path)
-    elif config.validation.limit is not None:
+    """Warn of settings without effect, and of what the trained model will lack."""
+    if config.validation.limit is not None and not config.validation.every:
         logger.warning(
             "validation.limit=%d without validation.every has no effect; set both",
             config.validation.limit,
@@ -275,8 +264,6 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
         model.layers(),
         dtype,
         device=device,
-        group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        tensor_group=parallel_state.get_tensor_model_parallel_group(),
         stays_gathered=not is_sharded,
     )
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import distributed
 from tqdm import tqdm
 
@@ -82,47 +81,33 @@ class Stage:
             self.validation.close()
 
 
+@dataclass
 class Trainer:
-    """One rank's part of a training run.
+    """One rank's part of a training run."""
 
-    Args:
-        config: the run.
-        plan: its steps, from the first.
-        model: a `PackedModel`, whose weights belong to the optimizer.
-        optimizer: the model's.
-        stages: the packs of each stage of the plan.
-        checkpoints: the folder to save in.
-    """
+    config: LaunchConfig
+    #: the run's steps, from the first
+    plan: TrainPlan
+    #: a `PackedModel`, whose weights belong to the optimizer
+    model: Any
+    optimizer: ShardedAdamW
+    #: the packs of each stage of the plan
+    stages: Sequence[Stage]
+    #: the folder to save in
+    checkpoints: CheckpointFolder
+    device: torch.device
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        plan: TrainPlan,
-        *,
-        model: Any,
-        optimizer: ShardedAdamW,
-        stages: Sequence[Stage],
-        checkpoints: CheckpointFolder,
-        device: torch.device,
-    ) -> None:
-        self._config = config
-        self._plan = plan
-        self._model = model
-        self._optimizer = optimizer
-        self.stages = stages
+    def __post_init__(self) -> None:
         #: number of the present stage
         self._stage = 0
         #: the packs of earlier stages, see `Progress`
         self._trained: Sequence[TrainedStage] = []
-        self._checkpoints = checkpoints
-        self._device = device
-        build = FAMILIES[config.model.family].build
+        build, context = FAMILIES[self.config.model.family].build, self.config.parallel.context
         #: for steps in which this rank has no pack; ranks of a row cut it into two chunks each
-        self._blank = empty_batch(build.POSITION_ROWS, 2 * config.parallel.context).to(device)
+        self._blank = empty_batch(build.POSITION_ROWS, 2 * context).to(self.device)
         self._is_main = distributed.get_rank() == 0
-        self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
         self._log: MetricsLog | None = None
-        self._peak_flops = peak_flops(device)
+        self._peak_flops = peak_flops(self.device)
         #: the last step's line, until it is logged
         self._line = ""
         #: the last step after which there was a validation
@@ -134,11 +119,11 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one. A collective."""
-        path = self._checkpoints.newest()
+        path = self.checkpoints.newest()
         if path is None:
             return
-        done = self._checkpoints.load(path, self._optimizer, [s.train for s in self.stages])
-        self._plan = TrainPlan.of(self._plan.stages, self._config.train.iterations, done)
+        done = self.checkpoints.load(path, self.optimizer, [s.train for s in self.stages])
+        self.plan = TrainPlan.of(self.plan.stages, self.config.train.iterations, done)
         self.iteration, begins, self._trained = done
         self._stage = len(begins) - 1
         logger.info("resumed from %s", path)
@@ -148,15 +133,15 @@ class Trainer:
         Returns False if a signal stopped the run before its end. Raises StepError if a step
         failed."""
         if self._is_main:
-            output, metrics = self._config.output.path, self._config.metrics
+            output, metrics = self.config.output.path, self.config.metrics
             self._log = MetricsLog(output, metrics, iteration=self.iteration)
         bar = tqdm(
-            total=self._plan.iterations,
+            total=self.plan.iterations,
             initial=self.iteration,
             unit="step",
             disable=None if self._is_main else True,  # None: only on a terminal
         )
-        self._model.train()
+        self.model.train()
         try:
             with record_signals() as stop, bar:
                 return self._run_steps(stop, bar)
@@ -170,34 +155,34 @@ class Trainer:
         first = saved = self.iteration
         stopped = 0
         self._eta = Eta()
-        while self.iteration < self._plan.iterations and not stopped:
-            if self.iteration == self._plan.bounds[self._stage + 1]:
+        while self.iteration < self.plan.iterations and not stopped:
+            if self.iteration == self.plan.bounds[self._stage + 1]:
                 self._trained = self._progress().trained
                 self.stages[self._stage].close()
                 self._stage += 1
-            start, end = self._plan.bounds[self._stage :][:2]
+            start, end = self.plan.bounds[self._stage :][:2]
             if self.iteration in (first, start) and (start or len(self.stages) > 1):
-                path, number = self._config.data.paths[self._stage], self._stage + 1
+                path, number = self.config.data.paths[self._stage], self._stage + 1
                 logger.info("stage %d, steps %d to %d: %s", number, start + 1, end, path)
             totals = self._step(stop, bar)
             if totals is None:
                 logger.info("end of the data after %d steps", self.iteration)
                 if self._stage + 1 == len(self.stages):
                     break
-                begins = [*self._plan.bounds[: self._stage + 1], self.iteration]
-                self._plan = TrainPlan.of(self._plan.stages, None, Progress(self.iteration, begins))
+                begins = [*self.plan.bounds[: self._stage + 1], self.iteration]
+                self.plan = TrainPlan.of(self.plan.stages, None, Progress(self.iteration, begins))
                 continue
             stopped = totals.stop
-            if _is_due(self.iteration, self._config.validation.every):
+            if _is_due(self.iteration, self.config.validation.every):
                 self._validate()
-            if _is_due(self.iteration, self._config.checkpoint.every):
+            if _is_due(self.iteration, self.config.checkpoint.every):
                 saved = self._save()
         self._log_line()
         if saved < self.iteration:
             self._save()
-        finished = not stopped or self.iteration == self._plan.iterations
+        finished = not stopped or self.iteration == self.plan.iterations
         is_new = first < self.iteration != self._validated
-        if finished and is_new and self._config.validation.every:
+        if finished and is_new and self.config.validation.every:
             self._validate()
         if not finished:
             self.stopped_by = stopped
@@ -208,12 +193,13 @@ class Trainer:
     def _step(self, stop: list[int], bar: Any) -> StepTotals | None:
         """Train one step and report it. Returns None if no rank has a pack left."""
         started = time.perf_counter()
-        stage, accumulation = self.stages[self._stage], self._plan.stages[self._stage].accumulation
-        counts = StepCounts(self._device)
+        stage, accumulation = self.stages[self._stage], self.plan.stages[self._stage].accumulation
+        counts = StepCounts(self.device)
         pack_keys: list[str] = []
         for _ in range(accumulation):
-            with counts.waiting():
-                row = stage.train.next()
+            waits = time.perf_counter()
+            row = stage.train.next()
+            counts.data_seconds += time.perf_counter() - waits
             if row is None and distributed.get_world_size() > 1:
                 row = self._blank  # the others wait for this rank's gradients
             if row is None:
@@ -228,14 +214,14 @@ class Trainer:
                     f"{len(row.video_grid_thw)} videos, samples "
                     f"{', '.join(row.sub_sample_keys)}: {error}"
                 ) from error
-        totals = counts.reduce(counts=self._reports, stop=stop[-1] if stop else 0)
+        totals = counts.reduce(stop=stop[-1] if stop else 0)
         if not totals.packs:
             return None
-        rate = self._plan.learning_rate(self.iteration, self._config.schedule)
-        norm = self._optimizer.step(
+        rate = self.plan.learning_rate(self.iteration, self.config.schedule)
+        norm = self.optimizer.step(
             learning_rate=rate,
             denominator=totals.denominator,
-            max_norm=self._config.optimizer.max_grad_norm,
+            max_norm=self.config.optimizer.max_grad_norm,
         )
         if not math.isfinite(norm):
             keys = sorted({key for of_rank in on_all_ranks(pack_keys) for key in of_rank})
@@ -257,7 +243,7 @@ class Trainer:
             "fill": totals.tokens / (totals.packs * stage.seq_length),
             "step_seconds": seconds,
             "data_wait": totals.data_seconds / seconds,
-            "memory_gib": memory_gib(self._device),
+            "memory_gib": memory_gib(self.device),
         }
         if self._peak_flops is not None:
             available = seconds * self._peak_flops * distributed.get_world_size()
@@ -269,10 +255,10 @@ class Trainer:
         """Compute the sum of one row's weighted losses, or of this rank's part of the row, and
         count it."""
         group = context_group()
-        losses = self._model(row, segment_params(row, group), shift_labels(row.labels))
-        normalization = self._config.train.normalization
+        losses = self.model(row, segment_params(row, group), shift_labels(row.labels))
+        normalization = self.config.train.normalization
         loss, denominator = row_loss(losses, row.loss_mask, row.cu_lengths, normalization)
-        cost = self._model.cost
+        cost = self.model.cost
         counts.add(row, loss=loss, denominator=denominator, cost=cost, group=group)
         return loss
 
@@ -283,13 +269,13 @@ class Trainer:
         if batches is None:
             return
         self._validated = self.iteration
-        self._model.eval()
-        counts = StepCounts(self._device)
+        self.model.eval()
+        counts = StepCounts(self.device)
         while (row := batches.next()) is not None:
             self._count_loss(row, counts)
         batches.restart()
-        self._model.train()
-        totals = counts.reduce(counts=self._reports, stop=0)
+        self.model.train()
+        totals = counts.reduce()
         logger.info("step %d: validation loss %.4f", self.iteration, totals.loss)
         if self._log is not None:
             self._log.write(
@@ -302,10 +288,10 @@ class Trainer:
         self._log.write(self.iteration, metrics)
         bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
         bar.update()
-        eta = self._eta.seconds(self.iteration, self._plan.iterations)
+        eta = self._eta.seconds(self.iteration, self.plan.iterations)
         if bar.disable:
-            self._line = format_line(self.iteration, self._plan.iterations, metrics, eta)
-        if self.iteration == 1 or _is_due(self.iteration, self._config.metrics.log_every):
+            self._line = format_line(self.iteration, self.plan.iterations, metrics, eta)
+        if self.iteration == 1 or _is_due(self.iteration, self.config.metrics.log_every):
             self._log_line()
 
     def _log_line(self) -> None:
@@ -319,11 +305,11 @@ class Trainer:
         state = stage.train.state() if self._is_main else None
         if stage.packs is not None and state is not None:
             trained.append(TrainedStage(**stage.packs, loader=state["loader"]))
-        return Progress(self.iteration, self._plan.bounds[: self._stage + 1], trained)
+        return Progress(self.iteration, self.plan.bounds[: self._stage + 1], trained)
 
     def _save(self) -> int:
         data = self.stages[self._stage].train
-        path = self._checkpoints.save(self._progress(), self._optimizer, data)
+        path = self.checkpoints.save(self._progress(), self.optimizer, data)
         logger.info("saved %s", path)
         return self.iteration
 

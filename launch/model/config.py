@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -22,25 +22,15 @@ ELSEWHERE: Final = (
 )
 
 
-class TransformersClasses(NamedTuple):
-    """transformers' classes of a model family."""
-
-    config: Any
-    model: Any
-
-
-def transformers_classes(family: str) -> TransformersClasses:
-    """Look up the classes of a family. Raises UnsupportedVersionError if the installed transformers
-    is older than the family."""
+def transformers_class(family: str) -> Any:
+    """Look up transformers' class of a family's models. Raises UnsupportedVersionError if the
+    installed transformers is older than the family."""
     import transformers  # takes seconds
 
     name, since = FAMILIES[family].transformers_name, FAMILIES[family].since
     if since:
         require_at_least("transformers", since, f"the model of {family}")
-    return TransformersClasses(
-        getattr(transformers, f"{name}Config"),
-        getattr(transformers, f"{name}ForConditionalGeneration"),
-    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")
 
 
 def tiny_config(
@@ -51,7 +41,7 @@ def tiny_config(
 ) -> Any:
     """Make transformers' config of a family's tiny model, with these fields changed."""
     sizes = FAMILIES[family].tiny
-    return transformers_classes(family).config(
+    return transformers_class(family).config_class(
         text_config={**sizes.text, **(text or {})},
         vision_config={**sizes.vision, **(vision or {})},
         **{**sizes.whole, **whole},
@@ -149,7 +139,7 @@ class ModelConfig(Section):
     ) -> Any:
         """Make transformers' config of the random model, with these fields of the vision config and
         ids."""
-        default = transformers_classes(self.family).config()
+        default = transformers_class(self.family).config_class()
         for part in ("text", "vision"):
             known = set(getattr(default, f"{part}_config").to_dict())
             unknown = sorted(set(getattr(self, part)) - known)

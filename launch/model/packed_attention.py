@@ -155,73 +155,50 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: Any = None,
+    max_length_q: Any = None,
+    row_trees: RowTrees | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     backend: str | None = None,
     **_: Any,  # transformers passes the key's lengths too, and its own bookkeeping
 ) -> tuple[torch.Tensor, None]:
-    """Attend inside segments, for transformers: a tower's segments are images or windows.
+    """Attend inside segments, for transformers: a tower's segments are images or windows. In a row
+    with prefix trees, attend to trunks as well. Windows, and images whose tokens see each other,
+    are at places in a sample, not in the row.
 
     Args:
         query: (1, H, T, D).
-        key, value: (1, G, T, D).
+        key, value: (1, G, T, D). Values may be narrower (multi-head latent attention).
+        cu_seq_lens_q, max_length_q: boundaries of the segments, and the longest; or else
+        row_trees: the segments of a language model's row, from the model's forward.
         is_causal: default: the module's.
         backend: a name in KERNELS; default: the best for these tensors.
 
     Returns:
         (1, T, H, D), and no attention weights.
     """
-    query, key, value, width = _as_rows(query, key, value)
-    kernel = KERNELS[backend or select_backend(query.device, query.dtype)]
+    device, width = query.device, value.shape[-1]
+    if width < query.shape[-1]:  # kernels take one width
+        value = F.pad(value, (0, query.shape[-1] - width))
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+    if torch.is_autocast_enabled(device.type):  # rotated queries and keys are float32
+        dtype = torch.get_autocast_dtype(device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    kernel = KERNELS[backend or select_backend(device, query.dtype)]
     window = CAUSAL if (module.is_causal if is_causal is None else is_causal) else (-1, -1)
     if sliding_window is not None:
         window = sliding_window - 1, window[1]
-    lengths = (cu_seq_lens_q.to(torch.int32),) * 2 + (max_length_q,) * 2
-    out = kernel(query, key, value, lengths, scaling, window)
-    return out[None, ..., :width], None
-
-
-def _as_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Change (1, H, S, D) to (S, H, D), in the dtype of autocast: rotated queries and keys are
-    float32. Values narrower than keys (multi-head latent attention) are padded, as kernels take one
-    width. Returns the three tensors, and the width of the values."""
-    device, width = query.device.type, value.shape[-1]
-    if width < query.shape[-1]:
-        value = F.pad(value, (0, query.shape[-1] - width))
-    tensors = [t[0].transpose(0, 1) for t in (query, key, value)]
-    if torch.is_autocast_enabled(device):
-        tensors = [t.to(torch.get_autocast_dtype(device)) for t in tensors]
-    return *tensors, width  # type: ignore[return-value]
-
-
-def tree_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    row_trees: RowTrees,
-    sliding_window: int | None = None,
-    **_: Any,  # transformers' own bookkeeping
-) -> tuple[torch.Tensor, None]:
-    """Attend to trunks and inside segments, for transformers' language models on rows with prefix
-    trees. Windows, and images whose tokens see each other, are at places in a sample, not in the
-    row. Takes and returns tensors as `packed_attention`; `row_trees` comes from the model's
-    forward."""
-    query, key, value, width = _as_rows(query, key, value)
-    kernel = KERNELS[select_backend(query.device, query.dtype)]
-    trees, window = row_trees, CAUSAL
-    if sliding_window is not None:
-        window = sliding_window - 1, 0
-        if trees.blocks is not None:
-            kernel = functools.partial(_sdpa, blocks=(trees.blocks, trees.blocks[trees.keys]))
-    lengths = trees.cu_seqlens_q, trees.cu_seqlens_kv, trees.max_seqlen_q, trees.max_seqlen_kv
-    with trees.gather_keys(key, value) as (key, value):
+    if row_trees is None:
+        lengths = (cu_seq_lens_q.to(torch.int32),) * 2 + (max_length_q,) * 2
         out = kernel(query, key, value, lengths, scaling, window)
+    else:
+        trees = row_trees
+        if sliding_window is not None and trees.blocks is not None:
+            kernel = functools.partial(_sdpa, blocks=(trees.blocks, trees.blocks[trees.keys]))
+        lengths = trees.cu_seqlens_q, trees.cu_seqlens_kv, trees.max_seqlen_q, trees.max_seqlen_kv
+        with trees.gather_keys(key, value) as (key, value):
+            out = kernel(query, key, value, lengths, scaling, window)
     return out[None, ..., :width], None
 
 

@@ -92,15 +92,6 @@ def layout_of(params: PackedSeqParams) -> torch.Tensor:
     return params.cu_seqlens_q if padded is None else padded
 
 
-def as_trees(params: PackedSeqParams) -> RowTrees:
-    """Return `params` as `RowTrees`, also of a row without trees."""
-    if isinstance(params, RowTrees):
-        return params
-    layout = layout_of(params)
-    no_parents = torch.full_like(layout[1:], -1)
-    return row_trees(params, no_parents, layout.new_zeros(int(layout[-1]), dtype=torch.bool))
-
-
 def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:
     """Describe the attention of a row with trees, see `segment_params`.
 

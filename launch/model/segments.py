@@ -33,10 +33,10 @@ from torch.nn import functional as F
 from launch.model.packed_attention import (
     TREE_ATTENTION,
     is_importable,
+    packed_attention,
     register_attention,
-    tree_attention,
 )
-from launch.model.prefix_trees import RowTrees, as_trees
+from launch.model.prefix_trees import RowTrees, layout_of, row_trees
 from task_encoders.families import FAMILIES
 
 #: Kinds of layers that see other tokens through the attention mask alone.
@@ -198,16 +198,20 @@ def _image_blocks(config: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def trees_of_row(config: Any, params: PackedSeqParams, tokens: torch.Tensor) -> RowTrees | None:
-    """Describe a row (1, S) for a model with `tree_attention`, with its images if their tokens see
-    each other; None for another model. Raises ValueError if the row has trees nevertheless."""
+    """Describe a row (1, S) for a model with `use_tree_attention`, including its images if their
+    tokens see each other; None for another model. Raises ValueError if the row has trees
+    nevertheless."""
     if not has_tree_attention(config):
         if isinstance(params, RowTrees):
             raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
         return None
-    trees = as_trees(params)
+    if not isinstance(params, RowTrees):
+        layout = layout_of(params)
+        no_padding = torch.zeros_like(tokens, dtype=torch.bool)
+        params = row_trees(params, torch.full_like(layout[1:], -1), no_padding)
     if not _shows_images(config):
-        return trees
-    return dataclasses.replace(trees, blocks=_image_blocks(config, tokens)[0])
+        return params
+    return dataclasses.replace(params, blocks=_image_blocks(config, tokens)[0])
 
 
 def _hand_down_segments(
@@ -413,9 +417,9 @@ def use_varlen_attention(model: Any) -> None:
 
 
 def use_tree_attention(model: Any) -> None:
-    """Give the language model of a model of transformers, or of peft's around it, `tree_attention`.
-    Raises ValueError as `check_layers`, and if the model is not a class of transformers: its
-    attention might not be exchanged, and would see the whole row."""
+    """Give the language model of a model of transformers, or of peft's around it, an attention that
+    knows prefix trees. Raises ValueError as `check_layers`, and if the model is not a class of
+    transformers: its attention might not be exchanged, and would see the whole row."""
     from transformers import AttentionInterface
 
     check_layers(model.config)
@@ -426,10 +430,10 @@ def use_tree_attention(model: Any) -> None:
             "prefix trees: pack without pack.share_prefixes"
         )
     isolate_segments(whole)
-    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    AttentionInterface.register(TREE_ATTENTION, packed_attention)
     model.set_attn_implementation({"text_config": TREE_ATTENTION})
 
 
 def has_tree_attention(config: Any) -> bool:
-    """Tell whether a model of transformers runs `tree_attention`."""
+    """Tell whether a model of transformers has the attention of `use_tree_attention`."""
     return bool(config.get_text_config()._attn_implementation == TREE_ATTENTION)

@@ -14,11 +14,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
+from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_class
 from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import replace_folder, token_losses, write_companions
 from launch.model.prefix_trees import layout_of
@@ -44,6 +43,9 @@ class PackedTransformersModel(nn.Module):
         checkpoint: folder that its weights and its tokenizer came from.
     """
 
+    #: builds transformers' or peft's model again; of a model that `save_hf_checkpoint` writes
+    make: Callable[[], Any]
+
     def __init__(self, model: Any, dtype: torch.dtype, checkpoint: Path | None = None) -> None:
         super().__init__()
         self.model = model
@@ -51,8 +53,6 @@ class PackedTransformersModel(nn.Module):
         config = self.hf_config
         self.cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
         self.checkpoint = checkpoint
-        #: builds transformers' or peft's model again
-        self.make: Callable[[], Any] | None = None
 
     @property
     def whole(self) -> Any:
@@ -67,10 +67,15 @@ class PackedTransformersModel(nn.Module):
     def forward(
         self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the losses of a row, or its logits; see `PackedModel`."""
+        """Compute the losses of a row, or its logits; see `PackedModel`. Raises as
+        `trees_of_row`."""
+        trees = trees_of_row(self.hf_config, segments, row.tokens)
+        inputs = segment_kwargs(row.position_ids, layout_of(segments) if trees is None else None)
+        if trees is not None:
+            inputs["row_trees"] = trees
         with torch.autocast(row.tokens.device.type, self._dtype, self._dtype != torch.float32):
             hidden = self.whole.model(
-                input_ids=row.tokens, **self._segments(row, segments), **pixel_kwargs(row)
+                input_ids=row.tokens, **inputs, **pixel_kwargs(row)
             ).last_hidden_state
             head = self.whole.lm_head.weight
             if labels is None:
@@ -86,13 +91,6 @@ class PackedTransformersModel(nn.Module):
             losses.requires_grad_()
         return losses
 
-    def _segments(self, row: PackedBatch, params: PackedSeqParams) -> dict[str, Any]:
-        """Make the arguments that keep the samples of a row apart. Raises as `trees_of_row`."""
-        trees = trees_of_row(self.hf_config, params, row.tokens)
-        if trees is None:
-            return segment_kwargs(row.position_ids, layout_of(params))
-        return {**segment_kwargs(row.position_ids, None), "row_trees": trees}
-
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Compute the head's logits, within the model's limit if it has one (Gemma's)."""
         logits: torch.Tensor = functional_call(self.whole.lm_head, {"weight": head}, hidden)
@@ -103,12 +101,7 @@ class PackedTransformersModel(nn.Module):
         """List the layers of the decoder and of the vision tower."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        found: list[nn.Module] = []
-        for stack in self.modules():
-            layers = stack if isinstance(stack, nn.ModuleList) else ()
-            if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-                found += layers
-        return found
+        return [one for one in self.modules() if isinstance(one, GradientCheckpointingLayer)]
 
     def kernels(self) -> str:
         text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
@@ -119,16 +112,12 @@ class PackedTransformersModel(nn.Module):
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the
         weights, and the adapters themselves to `lora/` next to it. A collective. Afterwards the
         model must not be used."""
-        model = self.model
-        if isinstance(self, FSDPModule) and self.make is not None:
-            in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(self, options=in_one_piece)  # on rank 0
-            model = self.make() if weights else None
-            if model is not None:
-                named = {name.removeprefix("model."): weight for name, weight in weights.items()}
-                model.load_state_dict(named)
-        is_alone = not distributed.is_initialized()  # in transformers' Trainer
-        if is_alone or distributed.get_rank() == 0:
+        in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self, options=in_one_piece)  # on rank 0
+        if distributed.get_rank() == 0:
+            model = self.make()
+            named = {name.removeprefix("model."): weight for name, weight in weights.items()}
+            model.load_state_dict(named)
             if hasattr(model, "peft_config"):
                 with replace_folder(folder.with_name("lora")) as temporary:
                     model.save_pretrained(temporary)
@@ -136,8 +125,7 @@ class PackedTransformersModel(nn.Module):
             with replace_folder(folder) as temporary:
                 model.save_pretrained(temporary)
                 write_companions(temporary, self.hf_config, self.checkpoint)
-        if not is_alone:
-            distributed.barrier()
+        distributed.barrier()
 
 
 def build_transformers_model(
@@ -181,7 +169,7 @@ def build_transformers_model(
         torch.manual_seed(seed)
         if is_random:
             own = copy.deepcopy(sizes)  # which transformers changes
-            model = transformers_classes(config.family).model._from_config(own, **options)
+            model = transformers_class(config.family)._from_config(own, **options)
         else:
             from transformers import AutoModelForImageTextToText
 

@@ -14,7 +14,7 @@
   a newer version.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llamafactory.train import tuner
@@ -42,10 +42,6 @@ _DONE_BEFORE = {
 class PackedSeq2SeqTrainer(TrainsPacks, CustomSeq2SeqTrainer):
     """LLaMA-Factory's trainer on packs. The loss is divided by the labels of a whole step;
     LLaMA-Factory gives every micro batch of a model with images equal weight."""
-
-    def __init__(self, *, data_collator: Any = None, **kwargs: Any) -> None:
-        del data_collator  # it pads, and prepares images again
-        super().__init__(**kwargs)
 
 
 def is_packed(name: str) -> bool:
@@ -89,28 +85,25 @@ def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **op
     """Open LLaMA-Factory's datasets, or packs. Raises as `open_as_measured`."""
     if not is_packed((data_args.dataset or [""])[0]):
         return _llama_factorys_dataset(template, model_args, data_args, *args, **options)
-    opened = {}
-    for name, split, given in (
-        ("train_dataset", "train", data_args.dataset),
-        ("eval_dataset", "val", data_args.eval_dataset),
-    ):
-        if given:
-            opened[name], _ = open_as_measured(
-                given[0],
-                "LLaMA-Factory",
-                split=split,
-                processor=model_args.model_name_or_path,
-                pixel_transport="uint8",
-                trees=True,
-            )
+    open_packs = partial(
+        open_as_measured,
+        trainer="LLaMA-Factory",
+        processor=model_args.model_name_or_path,
+        pixel_transport="uint8",
+        trees=True,
+    )
+    opened = {"train_dataset": open_packs(data_args.dataset[0])[0]}
+    if data_args.eval_dataset:
+        opened["eval_dataset"] = open_packs(data_args.eval_dataset[0], split="val")[0]
     return opened
 
 
 def make_trainer(*, train_dataset: Any = None, **options: Any) -> CustomSeq2SeqTrainer:
     """Make LLaMA-Factory's trainer, or the trainer on packs."""
-    on_packs = isinstance(train_dataset, PackedFolder)
-    kind: Callable[..., Any] = PackedSeq2SeqTrainer if on_packs else CustomSeq2SeqTrainer
-    return kind(train_dataset=train_dataset, **options)
+    if not isinstance(train_dataset, PackedFolder):
+        return CustomSeq2SeqTrainer(train_dataset=train_dataset, **options)
+    del options["data_collator"]  # it pads, and prepares images again
+    return PackedSeq2SeqTrainer(train_dataset=train_dataset, **options)
 
 
 def run_sft(

@@ -132,13 +132,6 @@ def take_positions(chunks: list[Any]) -> list[Any]:
     return chunks
 
 
-class VLMIterator(DataIterator):
-    """Rows without end, with the state that Bridge keeps in its checkpoints."""
-
-    def __next__(self) -> Any:
-        return to_vlm_batch(super().__next__())
-
-
 @dataclass(kw_only=True)
 class PacksConfig(DatasetProvider):
     """A recipe's `dataset` section, which `on_packs` makes.
@@ -189,11 +182,11 @@ class PacksConfig(DatasetProvider):
         ranks, count = context.pg_collection.dp, self.num_workers
         workers = WorkerConfig(rank=ranks.rank(), world_size=ranks.size(), num_workers=count)
 
-        def iterator(get_dataset: Any, num_samples: int) -> VLMIterator | None:
+        def iterator(get_dataset: Any, num_samples: int) -> DataIterator | None:
             if not num_samples:
                 return None
             dataset = get_dataset(self.path, task_encoder, worker_config=workers)
-            return VLMIterator(get_packed_loader(dataset))
+            return DataIterator(get_packed_loader(dataset), to_vlm_batch)
 
         return (
             iterator(get_packed_train_dataset, context.train_samples),

@@ -38,16 +38,18 @@ from task_encoders.samples import IGNORE_INDEX
 
 class DataIterator:
     """An endless iterator over a loader, with the state that Megatron-LM saves as
-    `--dataloader-save` says."""
+    `--dataloader-save` says, and Megatron-Bridge in its checkpoints. `convert` changes each row."""
 
-    def __init__(self, loader: PackedLoader) -> None:
+    def __init__(
+        self, loader: PackedLoader, convert: Callable[[PackedBatch], Any] = lambda row: row
+    ) -> None:
         self._loader = loader
-        self._rows = itertools.chain.from_iterable(itertools.repeat(loader))
+        self._rows = map(convert, itertools.chain.from_iterable(itertools.repeat(loader)))
 
-    def __iter__(self) -> Iterator[PackedBatch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> PackedBatch:
+    def __next__(self) -> Any:
         return next(self._rows)
 
     def save_state(self) -> Any:

@@ -11,7 +11,7 @@ attention is then computed in autocast's dtype, without the mask of S × S that 
   Steps of `pack.order.uniform` are kept. Resuming skips finished packs without reading them.
 - Boundaries: positions restart, and nothing is cached (`token_kwargs`); recurrent layers
   (`isolate_segments`); branches of prefix trees, with `PackedTaskEncoder(trees=True)`, by
-  `tree_attention`, whatever attention the model was loaded with.
+  `use_tree_attention`, whatever attention the model was loaded with.
 - Loss: transformers shifts labels inside, and Trainer divides by the labels of a step.
 - Weights: towers without gradients in packs without images (`ddp_find_unused_parameters`; FSDP and
   ZeRO-3 are warned of); resuming under other names when saved (Qwen2-VL, 2.5-VL).

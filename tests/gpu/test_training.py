@@ -96,7 +96,6 @@ def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None
             [],
             torch.float32,
             device=device,
-            group=torch.distributed.group.WORLD,
         )
         for gradient in gradients:
             (model.weight * gradient.to(device)).sum().backward()

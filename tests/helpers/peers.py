@@ -208,7 +208,7 @@ def our_losses(packed: Path, checkpoint: Path, output: Path) -> list[float]:
         schedule={"learning_rate": 1e-3, "warmup": 0, "decay": "constant"},
         optimizer={"weight_decay": 0.0},
     )
-    trainer, _ = build_trainer(config, initialize_parallel(1))
+    trainer = build_trainer(config, initialize_parallel(1))
     trainer.run()
     return [line["loss"] for line in read_metrics(output / "metrics.jsonl") if "loss" in line]
 

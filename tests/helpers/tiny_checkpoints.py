@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from launch.model.config import tiny_config, transformers_classes
+from launch.model.config import tiny_config, transformers_class
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
@@ -48,7 +48,7 @@ VISION: dict[str, dict[str, Any]] = {
 def transformers_model(family: str, *, tied: bool) -> Any:
     """A model whose every weight counts."""
     config = tiny_config(family, TEXT, VISION[family], **SPECIAL, tie_word_embeddings=tied)
-    return randomise(transformers_classes(family).model(config))
+    return randomise(transformers_class(family)(config))
 
 
 @torch.no_grad()

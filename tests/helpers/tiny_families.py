@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launch.model.config import tiny_config, transformers_classes
+from launch.model.config import tiny_config, transformers_class
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.sample_encoder import EncodedSample
@@ -168,7 +168,7 @@ def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = Fal
         text, experts = _MISTRAL4, False
     config = tiny_config(family, text, _VISION.get(family, {}), **token_ids)
     if not experts:
-        return randomise(transformers_classes(family).model(config))
+        return randomise(transformers_class(family)(config))
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     name = f"{family}_moe"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from launch.loop.setup import run
-from launch.model.config import LoraOptions, TransformersModelConfig, transformers_classes
+from launch.model.config import LoraOptions, TransformersModelConfig, transformers_class
 from launch.model.transformers_model import build_transformers_model
 from launch.train import cli
 from launch.train_transformers import load_config, main
@@ -277,7 +277,7 @@ def test_tied_embeddings_are_one_matrix(case: Case, tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert "lm_head.weight" not in weights(tmp_path / "run")
-    assert isinstance(model, transformers_classes("qwen2_5_vl").model)
+    assert isinstance(model, transformers_class("qwen2_5_vl"))
 
 
 def adapters(output: Path) -> dict[str, torch.Tensor]:

@@ -56,7 +56,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import launch.trainers.automodel
 from launch.data.packed_data import read_packed_data
-from launch.model.config import tiny_config, transformers_classes
+from launch.model.config import tiny_config, transformers_class
 from launch.trainers.automodel import PacksConfig
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
@@ -140,7 +140,7 @@ def compared(
     videos = Qwen2VLVideoProcessor(fps=2.0, cap_pixels_per_frame=False, **LIMITS)
     processor = PROCESSORS[family](images, builtin.tokenizer, videos, chat_template=template)
     config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
-    model = transformers_classes(family).model(config)
+    model = transformers_class(family)(config)
     encoding = PreTokenizedDatasetWrapperConfig(
         max_retries=1,
         inject_fake_images=False,

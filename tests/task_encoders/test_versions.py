@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.model.config import transformers_classes
+from launch.model.config import transformers_class
 from task_encoders.families import build_sample_encoder
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
@@ -50,7 +50,7 @@ def test_a_family_that_is_newer_than_transformers(
     monkeypatch.syspath_prepend(install("transformers", "5.12.0", tmp_path))
     for build, what in (
         (lambda: build_sample_encoder("mistral3", str(tmp_path)), "Mistral's tokenizer"),
-        (lambda: transformers_classes("gemma4"), "the model of gemma4"),
+        (lambda: transformers_class("gemma4"), "the model of gemma4"),
     ):
         message = f"^transformers 5.12.0 is installed, {what} needs >=5.1\\d; pip install"
         with pytest.raises(UnsupportedVersionError, match=message):

@@ -178,7 +178,6 @@ def run_mode(
         model.layers(),
         next(model.parameters()).dtype,
         device=device,
-        group=torch.distributed.group.WORLD,
     )
     is_cuda = device.type == "cuda"
     train = partial(train_row, model, optimizer, device=device, folded=is_folded)

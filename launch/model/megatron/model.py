@@ -9,7 +9,7 @@ computed here: megatron-core's own module needs a CUDA device.
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,13 +30,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from launch.model.config import ModelConfig, part_of, transformers_classes
+from launch.model.config import ModelConfig, part_of, transformers_class
 from launch.model.megatron.attention import PackedCoreAttention
 from launch.model.megatron.context_parallel import RowPart, cut_row
-from launch.model.megatron.tower import Medium, build_visual, media_features, picture_features
+from launch.model.megatron.tower import Medium, build_visual, media_features
 from launch.model.megatron.weights import (
     WRITTEN,
-    CheckpointReader,
+    checkpoint_weights,
     gather_weights,
     head_dim_of,
     load_weights,
@@ -63,8 +63,6 @@ class RecomputedTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer, as TransformerLayer does."""
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
         return checkpoint(
             super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )
@@ -160,60 +158,41 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
         )
 
 
-def rope_base(
-    rope: Mapping[str, Any], params: PackedSeqParams, *, max_positions: int, head_dim: int
-) -> float | torch.Tensor:
-    """Compute the base of rotary angles: rope_theta, or if rope_type is 'dynamic' a base per token,
-    (S,) float32, which grows with a sample's own length beyond `max_positions` tokens (NTK-aware
-    scaling, transformers' formula).
-
-    Args:
-        rope: rope_parameters of the text model.
-        params: the samples in a row of S tokens.
-        max_positions: the text model's max_position_embeddings.
-    """
-    theta = float(rope["rope_theta"])
-    if rope["rope_type"] != "dynamic":
-        return theta
-    places = layout_of(params).diff()
-    lengths = params.cu_seqlens_q.diff().clamp(min=max_positions).float()
-    factor = rope["factor"]
-    grown = (factor * lengths / max_positions - (factor - 1)) ** (head_dim / (head_dim - 2))
-    return theta * grown.repeat_interleave(places)
-
-
-def rope_frequencies(
-    position_ids: torch.Tensor,
-    *,
-    head_dim: int,
-    base: float | torch.Tensor,
-    sections: Sequence[int] = (),
-    interleaved: bool = False,
+def rope_angles(
+    text_config: Any, position_ids: torch.Tensor, params: PackedSeqParams
 ) -> torch.Tensor:
     """Compute the rotation angles of every position, as megatron-core's attention takes them.
 
-    The head_dim / 2 frequencies are divided into `sections`: the first follow the temporal
-    position, then height, then width, and so on in turn. Qwen3-VL assigns them one by one
-    (`interleaved`): temporal, height, width, temporal, …, until a section is used up; the rest are
-    temporal.
+    The head_dim / 2 frequencies are divided into sections (`mrope_section`): the first follow the
+    temporal position, then height, then width, and so on in turn. Qwen3-VL assigns them one by one
+    (`mrope_interleaved`): temporal, height, width, temporal, …, until a section is used up; the
+    rest are temporal.
+
+    If rope_type is 'dynamic', each sample has a base of its own, which grows with its length beyond
+    `max_position_embeddings` tokens (NTK-aware scaling, transformers' formula).
 
     Args:
         position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), the number of the
             token, which all frequencies follow.
-        head_dim: channels of one attention head.
-        base: see `rope_base`.
-        sections: frequencies per section, head_dim / 2 in all; empty for (1, 1, S).
+        params: the samples in the row.
 
     Returns:
         (S, 1, 1, head_dim) float32.
     """
+    rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
+    base: float | torch.Tensor = float(rope["rope_theta"])
+    if rope["rope_type"] == "dynamic":
+        longest, factor = text_config.max_position_embeddings, rope["factor"]
+        lengths = params.cu_seqlens_q.diff().clamp(min=longest).float()
+        grown = (factor * lengths / longest - (factor - 1)) ** (head_dim / (head_dim - 2))
+        base = (base * grown.repeat_interleave(layout_of(params).diff()))[:, None]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
-    bases = base[:, None] if isinstance(base, torch.Tensor) else base
-    inverse_frequencies = 1.0 / bases ** (exponents / head_dim)
+    inverse_frequencies = 1.0 / base ** (exponents / head_dim)
     angles = position_ids.float()[..., None] * inverse_frequencies  # (…, 1, S, head_dim / 2)
+    sections = rope.get("mrope_section")
     if not sections:
         (angles,) = angles
-    elif interleaved:
+    elif rope.get("mrope_interleaved"):
         by_axis, angles = angles, angles[0].clone()
         for axis in (1, 2):
             places = slice(axis, 3 * sections[axis], 3)
@@ -262,16 +241,7 @@ class PackedMegatronModel(MegatronModule):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         embeddings, self._deep_features = self._embed(row, part)
-        text_config = self.hf_config.text_config
-        rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
-        longest = text_config.max_position_embeddings
-        angles = rope_frequencies(
-            row.position_ids[..., own],
-            head_dim=head_dim,
-            base=rope_base(rope, segments, max_positions=longest, head_dim=head_dim),
-            sections=rope.get("mrope_section", ()),
-            interleaved=rope.get("mrope_interleaved", False),
-        )
+        angles = rope_angles(self.hf_config.text_config, row.position_ids[..., own], segments)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
@@ -349,10 +319,7 @@ class PackedMegatronModel(MegatronModule):
         deep: list[torch.Tensor] = []
         if present:
             layout = self._family.build.IMAGE_LAYOUT
-            if layout == "patches":
-                last, *others = media_features(self.visual, tokens, present, part, self.cost)
-            else:
-                last, others = picture_features(self.visual, tokens, present[0], layout), []
+            last, *others = media_features(self.visual, layout, tokens, present, part, self.cost)
             ids = [medium.token_id for medium in present]
             embeddings = _put_features(embeddings, own, ids, last)
             deep = [_put_features(torch.zeros_like(embeddings), own, ids, one) for one in others]
@@ -376,14 +343,14 @@ def _put_features(
 def model_outline(config: ModelConfig) -> Any:
     """Make transformers' model with shapes, but without weights. Raises ValueError if the
     checkpoint or the sizes cannot be used."""
-    hf_config, classes = config.build_transformers_config(), transformers_classes(config.family)
-    if not isinstance(hf_config, classes.config):
+    hf_config, model = config.build_transformers_config(), transformers_class(config.family)
+    if not isinstance(hf_config, model.config_class):
         raise ValueError(
             f"a {hf_config.model_type} model is not built from megatron-core's layers here; use "
             "python -m launch.train_transformers"
         )
     with torch.device("meta"):
-        return classes.model(hf_config)
+        return model(hf_config)
 
 
 def build_model(
@@ -439,7 +406,7 @@ def build_model(
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none",  # the angles are made once per row, see rope_frequencies
+        position_embedding_type="none",  # the angles are made once per row, see rope_angles
         scatter_embedding_sequence_parallel=False,
     )
     language_model = language_model.to(dtype)  # torch's norms do not follow params_dtype
@@ -461,9 +428,9 @@ def build_model(
             f"here: it has {unused[0]}; use python -m launch.train_transformers"
         )
     if config.checkpoint is None:
-        load_weights(model, hf_config, random_weights(hf_config, shapes, seed=seed, device=device))
+        read = random_weights(hf_config, shapes, seed=seed, device=device)
     else:
-        with CheckpointReader(config.checkpoint, shapes) as reader:
-            load_weights(model, hf_config, reader.read)
+        read = checkpoint_weights(config.checkpoint, shapes)
+    load_weights(model, hf_config, read)
     model.checkpoint = config.checkpoint
     return model

@@ -42,47 +42,28 @@ def build_visual(
     """Build the part of a model of transformers that sees: a tower that takes the patches of a
     packed row; or the model without its language model, if its tower takes whole pictures.
     `outline`: the model, without memory; may be changed."""
-    if hasattr(outline, "visual"):
-        visual = _build_tower(outline.visual, config, hf_config, dtype, device)
-        # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
-        visual.config._attn_implementation = register_attention()
-        return visual
-    del outline.language_model
-    outline.vision_tower = _build_tower(outline.vision_tower, config, hf_config, dtype, device)
+    takes_patches = hasattr(outline, "visual")
+    kind = type(outline.visual if takes_patches else outline.vision_tower)
     with torch.device(device):
-        projector = type(outline.multi_modal_projector)(hf_config)
-    outline.multi_modal_projector = projector.to(dtype)
+        tower = kind._from_config(
+            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
+        )
+        if not takes_patches:
+            projector = type(outline.multi_modal_projector)(hf_config)
+    if config.recompute == "full":
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    if takes_patches:
+        # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
+        tower.config._attn_implementation = register_attention()
+        return tower
+    del outline.language_model
+    outline.vision_tower, outline.multi_modal_projector = tower, projector.to(dtype)
     return outline
 
 
-def _build_tower(
-    outline: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
-) -> Any:
-    with torch.device(device):
-        tower = type(outline)._from_config(
-            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
-        )
-    if config.recompute == "full":
-        tower.gradient_checkpointing_enable({"use_reentrant": False})
-    return tower
-
-
-def picture_features(model: Any, tokens: torch.Tensor, medium: Medium, layout: str) -> torch.Tensor:
-    """Compute features (n, H) of the image tokens of a row by a model of `build_visual`. Raises
-    ValueError, see `_check_count`.
-
-    Args:
-        tokens: (1, S).
-        layout: a name in model_inputs.IMAGE_LAYOUTS.
-    """
-    pictures = IMAGE_LAYOUTS[layout](medium.patches, medium.grids)
-    features = torch.cat(list(model.get_image_features(**pictures).pooler_output))
-    _check_count(tokens, medium, len(features))
-    return features
-
-
 def media_features(
-    tower: Any,
+    visual: Any,
+    layout: str,
     tokens: torch.Tensor,
     media: Sequence[Medium],
     part: RowPart | None,
@@ -93,17 +74,26 @@ def media_features(
     Raises ValueError, see `_check_count`.
 
     Args:
+        visual: of `build_visual`.
+        layout: the form of its images, a name in model_inputs.IMAGE_LAYOUTS.
         tokens: (1, S), the whole row's.
-        media: the kinds present, each with the patches of the whole row.
+        media: the kinds present, each with the patches of the whole row; images only, if they are
+            whole pictures.
         part: this rank's part of the row; then a collective. None: the rank holds the whole row.
     """
-    merged = tower.config.spatial_merge_size**2  # patches to a token
+    if layout != "patches":
+        (images,) = media
+        pictures = IMAGE_LAYOUTS[layout](images.patches, images.grids)
+        found = torch.cat(list(visual.get_image_features(**pictures).pooler_output))
+        _check_count(tokens, images, len(found))
+        return [found]
+    merged = visual.config.spatial_merge_size**2  # patches to a token
     for medium in media:
         _check_count(tokens, medium, len(medium.patches) // merged)
     patches = torch.cat([medium.patches for medium in media])
     grids = torch.cat([medium.grids for medium in media])
     if part is None:
-        return _run(tower, patches, grids)
+        return _run(visual, patches, grids)
     size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)
     t, h, w = grids.cpu().numpy().T
     frames = np.repeat(np.stack([h * w, h, w], axis=1), t, axis=0)  # (F, 3): patches, height, width
@@ -112,7 +102,7 @@ def media_features(
     own = frames[bounds[rank] : bounds[rank + 1], 1:]
     own_grids = torch.from_numpy(np.pad(own, ((0, 0), (1, 0)), constant_values=1))
     own_patches = patches[starts[rank] : starts[rank + 1]]
-    features = _run(tower, own_patches, own_grids.to(grids.device))
+    features = _run(visual, own_patches, own_grids.to(grids.device))
     receivers = torch.cat([part.owner[tokens[0] == medium.token_id] for medium in media])
     together = torch.cat(features, dim=1)
     handed = hand_over(together, [start // merged for start in starts], receivers, part)
@@ -153,14 +143,11 @@ def share_frames(flops: npt.NDArray[np.float64], size: int) -> list[int]:
             bounds.append(int(np.searchsorted(done, done[bounds[-1]] + limit, "right")) - 1)
         return bounds
 
-    total = done[-1]
-    low, high = total / size, total
-    bounds = fill(high)
-    while high - low > 1e-9 * total:
+    low, high = done[-1] / size, done[-1]
+    for _ in range(30):
         limit = (low + high) / 2
-        found = fill(limit)
-        if found[-1] == len(flops):
-            high, bounds = limit, found
+        if fill(limit)[-1] == len(flops):
+            high = limit
         else:
             low = limit
-    return bounds
+    return fill(high)

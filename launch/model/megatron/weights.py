@@ -17,7 +17,6 @@ that a rank reads only its own slice, and gathering is a concatenation:
     vision tower      the same               -           unchanged
 """
 
-import contextlib
 import dataclasses
 import json
 import zlib
@@ -226,35 +225,31 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class CheckpointReader(contextlib.ExitStack):
-    """Slices of the tensors in a checkpoint folder, without reading the rest of the file."""
+def checkpoint_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> ReadSlice:
+    """Make a reader of a checkpoint's tensors, which reads the slices that it is asked for and
+    nothing else. Raises ValueError if there are no safetensors, or a tensor that the model needs is
+    missing."""
+    files: dict[str, tuple[Any, str]] = {}  # published name -> (file, name in it)
+    for path in weight_files(folder):
+        file = safe_open(path, framework="pt")
+        files |= {published_name(name): (file, name) for name in file.keys()}  # noqa: SIM118
+    missing = sorted(set(shapes) - set(files))
+    if missing:
+        raise ValueError(
+            f"checkpoint {folder} lacks {len(missing)} of {len(shapes)} tensors, the first is "
+            f"{missing[0]!r}; is its download complete?"
+        )
 
-    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Open the folder and compare it with the tensors that the model needs. Raises ValueError
-        if there are no safetensors, or a tensor is missing."""
-        super().__init__()
-        self._files: dict[str, tuple[Any, str]] = {}  # published name -> (file, name in it)
-        for path in weight_files(folder):
-            file = self.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  safe_open is not a mapping
-                self._files[published_name(name)] = file, name
-        missing = sorted(set(shapes) - set(self._files))
-        if missing:
-            self.close()
-            raise ValueError(
-                f"checkpoint {folder} lacks {len(missing)} of {len(shapes)} tensors, the first is "
-                f"{missing[0]!r}; is its download complete?"
-            )
-
-    def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
-        """Read a slice of a tensor, see `ReadSlice`."""
-        file, stored = self._files[name]
+    def read(name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+        file, stored = files[name]
         if dim is None or size == 1:
             return file.get_tensor(stored)
         tensor = file.get_slice(stored)
         length = tensor.get_shape()[dim] // size
         part = slice(rank * length, (rank + 1) * length)
         return tensor[part] if dim == 0 else tensor[:, part]
+
+    return read
 
 
 def weight_files(folder: Path) -> list[Path]:

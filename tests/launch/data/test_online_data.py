@@ -15,6 +15,7 @@ from launch.data.online_data import read_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
 from offline_packing.errors import StageError
+from offline_packing.storage.files import read_json, seal, to_json
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings
 from tests.helpers.packed_runs import losses, make_config, trained
@@ -103,6 +104,10 @@ def test_a_run_trains_and_resumes(crude: Path, tmp_path: Path) -> None:
     whole = train("once", 4)
     assert train("twice", 2) + train("twice", 4) == whole
     assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+    for state in (tmp_path / "twice" / "checkpoints").glob("*/state.json"):
+        state.write_bytes(to_json(seal({**read_json(state), "data_parallel": 2})))
+    with pytest.raises(StageError, match="of 2 × 1 data × context parallel ranks, but 1 × 1"):
+        train("twice", 4)
 
 
 def test_data_that_cannot_be_packed_are_refused(crude: Path, tmp_path: Path) -> None:

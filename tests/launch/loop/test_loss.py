@@ -142,7 +142,7 @@ def test_a_step_weighs_them(packed: Run, tmp_path: Path, bmr_environment: None) 
     ends = row.cu_lengths[0].tolist()
     samples = [row.loss_mask[0, a:b].tolist() for a, b in itertools.pairwise(ends)]
     expected = step_loss([samples], made, "sqrt")
-    assert counts.reduce(counts=True, stop=0).loss == pytest.approx(expected, rel=1e-6)
+    assert counts.reduce().loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_previews_and_verify_have_the_weights(packed: Run, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def sharded(model: nn.Sequential, config: OptimizerConfig = ADAM, **options: Any) -> ShardedAdamW:
     """The optimizer over all ranks, the first module as the one layer."""
     device = initialize_parallel()
-    dtype, group = model[0].weight.dtype, distributed.group.WORLD
-    return ShardedAdamW(model, config, [model[0]], dtype, device=device, group=group, **options)
+    dtype = model[0].weight.dtype
+    return ShardedAdamW(model, config, [model[0]], dtype, device=device, **options)
 
 
 def inputs(step: int, micro_batch: int) -> torch.Tensor:
@@ -63,9 +63,9 @@ def train_sharded(
         for micro_batch in range(rank, MICRO_BATCHES, size):
             model(inputs(step, micro_batch)).square().sum().backward()
         norms.append(optimizer.step(learning_rate=0.01, denominator=10, max_norm=max_norm))
-    state = optimizer.state()
-    weights = [weight.full_tensor() for weight in state["weights"].values()]
-    return weights, norms, sum(moment.to_local().numel() for moment in state["exp_avg"].values())
+    weights = [weight.full_tensor() for weight in optimizer.state["weights"].values()]
+    moments = optimizer.state["exp_avg"].values()
+    return weights, norms, sum(moment.to_local().numel() for moment in moments)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])

@@ -13,7 +13,7 @@ from transformers import Qwen2VLConfig
 
 from launch.config import DataConfig, LaunchConfig, ScheduleConfig
 from launch.data.micro_batches import build_task_encoder
-from launch.data.packed_data import PackedData, check_validation, largest_of, read_packed_data
+from launch.data.packed_data import PackedData, largest_of, read_packed_data, settle_validation
 from launch.loop import setup
 from launch.loop.plan import DECAYS, StagePlan, TrainPlan, plan_training
 from launch.loop.setup import check_ends, check_token_ids
@@ -203,7 +203,7 @@ def test_the_largest_of_all_stages() -> None:
     data = [replace(SMALL, model=model, seq_length=n, has_media=n > 2) for n in (2, 3, 1)]
     largest = largest_of("abc", data)
     assert (largest.seq_length, largest.has_media) == (3, True)
-    assert largest_of("a", data[:1]) is data[0]
+    assert largest_of("a", data[:1]) == data[0]
     other = replace(data[1], model=model.model_copy(update={"max_pixels": 12_544}))
     with pytest.raises(StageError, match=r"data.path: a .* with max_pixels .*, c with 12544"):
         largest_of("abc", [*data[:2], other])
@@ -239,15 +239,21 @@ def test_validation_needs_data_of_its_own(
     captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And a dataset that is blended twice is a warning."""
-    check_validation(captions)
+
+    def check(path: Path) -> None:
+        asked = {"data": {"path": str(path)}, "validation": {"every": 1}}
+        config = LaunchConfig.model_validate({**MINIMAL, **asked})
+        assert settle_validation(config, ["validation.every=1"]) is config
+
+    check(captions)
     blend = blend_of(tmp_path / "blend.yaml", [captions, f"path: {captions}, weight: 3"])
     content = blend.read_text()
     with pytest.raises(StageError, match=r"no packs in its val split; set validation\.every=0"):
-        check_validation(blend)
+        check(blend)
     for part in ("", ", split_part: train"):
         assert not caplog.records
         blend.write_text(f"{content}  val: {{path: {captions}{part}}}\n")
-        check_validation(blend)
+        check(blend)
     assert "packs are in both the train and the val split" in caplog.text
     assert len(PackedFolder(blend, split="val")) == read_packed_data(captions).num_packs
 

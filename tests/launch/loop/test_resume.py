@@ -231,7 +231,7 @@ def test_other_settings_are_refused_unless_they_are_named(folder: Path, whole: T
         assert f" cannot be used: {names[named]} was " in text
     trainer = again(*names)
     assert trainer.iteration == STEPS
-    decays = {group["weight_decay"] for group in trainer._optimizer._adamw.param_groups}
+    decays = {group["weight_decay"] for group in trainer.optimizer._adamw.param_groups}
     assert decays == {0.0, 0.3}
 
 

@@ -112,7 +112,7 @@ def done(
 
 def test_each_stage_trains_and_validates_on_its_own_packs(stages: list[str], done: Trained) -> None:
     """In the order written; the packs of a stage's last step are completed from its first."""
-    plan, output = done.trainer._plan, done.output
+    plan, output = done.trainer.plan, done.output
     assert len({(stage.packs_per_step, stage.iterations) for stage in plan.stages}) == 3
     assert plan.iterations == sum(stage.iterations for stage in plan.stages) > 6
     lines, keys = iter(step_lines(output)), list[str]()
@@ -147,7 +147,7 @@ def test_a_run_killed_between_stages_and_in_one_goes_on(
 ) -> None:
     """As if nothing had happened, to the last bit; the first kill is between the last step of a
     stage and the next. Checkpoints are as far apart as the first stage is long."""
-    bounds, (first, second, _) = done.trainer._plan.bounds, done.trainer._plan.stages
+    bounds, (first, second, _) = done.trainer.plan.bounds, done.trainer.plan.stages
     every = bounds[1]
     config = config_of(stages, tmp_path, checkpoint={"every": every})
     trained(config, fail_at=every * first.packs_per_step + 1)
@@ -174,7 +174,7 @@ def test_a_list_is_extended(stages: list[str], done: Trained, tmp_path: Path) ->
     keys += trained(config_of([a, b], tmp_path, **once)).keys
     last = trained(config_of(stages, tmp_path, **once))
     assert keys + last.keys == done.keys
-    assert last.trainer._plan == done.trainer._plan
+    assert last.trainer.plan == done.trainer.plan
     assert losses(tmp_path) == losses(done.output)
     assert state_of(tmp_path)["trained"] == state_of(done.output)["trained"]
     with pytest.raises(StageError, match=r"data\.packs was those of .*512.*, is those of"):
@@ -188,9 +188,9 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     once: dict[str, Any] = {"checkpoint": {"every": 0}}
     one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 3}, **once}
     begun = trained(config_of([a], tmp_path, **one))
-    first, optimizer = begun.keys, begun.trainer._optimizer
+    first, optimizer = begun.keys, begun.trainer.optimizer
     assert len(first) == 6 < len(PackedFolder(a))
-    moments = {n: t.full_tensor().clone() for n, t in optimizer.state()["exp_avg"].items()}
+    moments = {n: t.full_tensor().clone() for n, t in optimizer.state["exp_avg"].items()}
     data = {"order": "balanced", "micro_batch_size": 2}
     other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
     with pytest.raises(StageError) as refused:
@@ -204,11 +204,11 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
         trained(config_of([c], tmp_path, **one), "data.packs")
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
-    state = gone._optimizer.state()["exp_avg"]
+    state = gone.optimizer.state["exp_avg"]
     assert all((state[name].full_tensor() == was).all() for name, was in moments.items())
-    assert gone._plan.bounds[0] == gone.iteration == 3
+    assert gone.plan.bounds[0] == gone.iteration == 3
     steps = [-(-len(PackedFolder(path)) // 4) for path in (c, b)]
-    assert gone._plan.iterations == 3 + sum(steps)
+    assert gone.plan.iterations == 3 + sum(steps)
     assert gone.run()
     assert len(losses(tmp_path)) == 3 + sum(steps)
     found = state_of(tmp_path)
@@ -221,7 +221,7 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     iterations = 3 + sum(steps) + 4  # in all
     back = config_of([a], tmp_path, **one | {"train": {"iterations": iterations}})
     again = trained(back, *names, "batch.global_batch_packs")
-    assert again.trainer._plan.iterations == iterations
+    assert again.trainer.plan.iterations == iterations
     assert len(again.keys) == 2 * 4
     assert again.keys[:6] == first
     assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
@@ -242,7 +242,7 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     sections = {"data": {"repeat": False}, "schedule": {"decay": "cosine"}}
     config = config_of(paths[:2], tmp_path / "run", **sections)
     trainer, seen, _ = make_trainer(config)
-    planned = trainer._plan
+    planned = trainer.plan
     assert trainer.run()
     assert len(seen.keys) == sum(sizes[:2])
     state = state_of(tmp_path / "run")
@@ -250,7 +250,7 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     lines = step_lines(tmp_path / "run")
     assert len(lines) == state["iteration"] < planned.iterations
     for step, line in enumerate(lines):
-        plan = planned if step < state["begins"][1] else trainer._plan
+        plan = planned if step < state["begins"][1] else trainer.plan
         assert line["learning_rate"] == plan.learning_rate(step, config.schedule)
     assert len(trained(config_of(paths, tmp_path / "run", **sections)).keys) == sizes[2]
 

@@ -99,7 +99,7 @@ class Interfering(torch.nn.Module):
 def interfered(config: LaunchConfig, at: int, action: Callable[[Any], Any]) -> tuple[Any, Any]:
     """The error of a run, and the packs that it read."""
     trainer, recorded, model = make_trainer(config)
-    trainer._model = Interfering(model, at, action)
+    trainer.model = Interfering(model, at, action)
     with pytest.raises(StepError) as failed:
         trainer.run()
     return failed.value, recorded.keys
@@ -132,12 +132,12 @@ def test_a_second_run_is_refused_while_the_first_lives(
     config = make_config(folder, tmp_path)
     here, there = multiprocessing.Pipe()
 
-    def train(*arguments: Any) -> None:
+    def train(*arguments: Any, **options: Any) -> None:
         if loader := os.fork():
             there.send(loader)
         time.sleep(60)
 
-    monkeypatch.setattr(setup, "_run", train)
+    monkeypatch.setattr(setup, "initialize_parallel", train)
     first = multiprocessing.get_context("fork").Process(target=run, args=(config,))
     first.start()
     loader = here.recv()
@@ -145,8 +145,9 @@ def test_a_second_run_is_refused_while_the_first_lives(
         run(config)
     first.kill()
     first.join()
-    monkeypatch.setattr(setup, "_run", lambda *arguments: 0)
-    assert run(config) == 0
+    monkeypatch.delattr(setup, "initialize_parallel")
+    with pytest.raises(NameError):  # it has the lock
+        run(config)
     os.kill(loader, signal.SIGKILL)
 
 

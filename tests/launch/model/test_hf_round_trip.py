@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch.loop.parallel import initialize_parallel
-from launch.model.config import ModelConfig, transformers_classes
+from launch.model.config import ModelConfig, transformers_class
 from launch.model.megatron.model import build_model, check_supported
 from launch.model.megatron.weights import (
     gather_weights,
@@ -41,7 +41,7 @@ def test_round_trip_is_bit_identical(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (target / name).read_bytes() == (source / name).read_bytes()
 
-    loaded = transformers_classes(family).model.from_pretrained(target, dtype="auto")
+    loaded = transformers_class(family).from_pretrained(target, dtype="auto")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
 
@@ -62,7 +62,7 @@ def test_checkpoints_are_written_in_shards_and_in_another_dtype(tmp_path: Path) 
     assert_same_tensors(target, source)
     total = sum(tensor.nbytes for tensor in all_tensors(source).values())
     assert json.loads((target / INDEX_FILE).read_text())["metadata"]["total_size"] == total
-    transformers_classes("qwen2_vl").model.from_pretrained(target)
+    transformers_class("qwen2_vl").from_pretrained(target)
     round_trip(source, "qwen2_vl", tmp_path / "other", "bfloat16")
     assert json.loads((tmp_path / "other" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {t.dtype for t in all_tensors(tmp_path / "other").values()} == {torch.bfloat16}
@@ -76,7 +76,7 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
     config = ModelConfig(**{**TINY_MODEL, "text": text})
     model = build_model(config, device=device, seed=3)
     model.save_hf_checkpoint(tmp_path / "target")
-    loaded = transformers_classes("qwen2_vl").model.from_pretrained(tmp_path / "target")
+    loaded = transformers_class("qwen2_vl").from_pretrained(tmp_path / "target")
     ours = model.language_model.embedding.word_embeddings.weight
     assert torch.equal(loaded.model.language_model.embed_tokens.weight, ours)
     assert 0.019 < float(ours.std()) < 0.021
@@ -94,7 +94,7 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
     assert (tmp_path / "target" / "preprocessor_config.json").is_file()
     config = ModelConfig(family="qwen3_vl", text={"vocab_size": 1024})  # without such files
     build_model(config, device=device).save_hf_checkpoint(tmp_path / "other")
-    transformers_classes("qwen3_vl").model.from_pretrained(tmp_path / "other")
+    transformers_class("qwen3_vl").from_pretrained(tmp_path / "other")
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:

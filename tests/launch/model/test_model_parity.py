@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model.config import ModelConfig, transformers_classes
+from launch.model.config import ModelConfig, transformers_class
 from launch.model.megatron.model import PackedMegatronModel, build_model
 from launch.model.megatron.weights import published_name
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -129,10 +129,10 @@ def write_checkpoint(folder: Path, family: str, language: str, **given: Any) -> 
     config = tiny_model(family, encoder_of(folder / family).media_token_ids).config.to_dict()
     published = {"model_type": language, "head_dim": 16, **TEXT.get(language, {})}
     text = config["text_config"] | published | given
-    classes, tied = transformers_classes(family), language == "qwen3"  # as small ones of 3.5 are
+    model, tied = transformers_class(family), language == "qwen3"  # as small ones of 3.5 are
     whole = {**config, "text_config": text, "tie_word_embeddings": tied}
     checkpoint = folder / "-".join([family, language, *given])
-    randomise(classes.model(classes.config.from_dict(whole))).save_pretrained(checkpoint)
+    randomise(model(model.config_class.from_dict(whole))).save_pretrained(checkpoint)
     return checkpoint
 
 
@@ -162,7 +162,7 @@ def compare_layout(
     found = {}
     for family, kind in CASES + PICTURES * (context == 1):
         checkpoint = folder / f"{family}-{kind}"
-        reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
+        reference = transformers_class(family).from_pretrained(checkpoint).eval()
         if (family, kind) in CASES:
             rows = {row: row_samples(reference, row) for row in kinds}
         else:

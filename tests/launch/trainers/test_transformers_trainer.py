@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
-from launch.model.config import tiny_config, transformers_classes
+from launch.model.config import tiny_config, transformers_class
 from launch.trainers.shared import warn_of_mixed_steps
 from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
@@ -115,7 +115,7 @@ def test_models_with_recurrent_layers_are_made_ready(packs: PackedFolder, tmp_pa
     """Given whole, or made anew for every run."""
 
     def tiny_model() -> Any:
-        return transformers_classes("qwen3_5").model(tiny_config("qwen3_5"))
+        return transformers_class("qwen3_5")(tiny_config("qwen3_5"))
 
     args = TrainingArguments(output_dir=str(tmp_path), **QUIET)
     for given in ({"model": tiny_model()}, {"model_init": tiny_model}):

@@ -12,9 +12,10 @@ import pytest
 from megatron.energon import WorkerConfig
 
 from launch.config import DataConfig
-from launch.data.micro_batches import build_loader, build_task_encoder
+from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import read_packed_data
 from offline_packing.measure.measure import measure
+from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
 from tests.helpers.datasets import make_run, mixed_pairs, plan_summary
@@ -103,9 +104,9 @@ def test_a_blend_keeps_steps_and_the_share_of_each_output(folder: Path, tmp_path
     assert columns is not None
     assert packs.uniform_ranks == 4
     are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
-    own = DataConfig(path=str(blend), order="balanced", num_workers=0, repeat=False)
-    loader: Any = build_loader(own, encoder, rank=0, num_ranks=2)
-    features = loader._sampler.schedule.features
+    options = {"packs_per_row": 1, "seed": 0, "repeat": False}
+    schedule: Any = schedule_of(packs, order="balanced", num_ranks=2, **options)
+    features = schedule.features
     assert features is not None
     assert features[:, -1].mean() == 3 / 4
     assert np.array_equal(features[:, 0], columns.media == np.unique(columns.media)[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from launch.model.config import tiny_config, transformers_classes
+from launch.model.config import tiny_config, transformers_class
 from task_encoders.families import FAMILIES, model_cost, model_options
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint, cost_of_sizes
 from tests.helpers.tiny_families import needs_family
@@ -126,7 +126,7 @@ def counted(
     vision = {"fullatt_block_indexes": [0, 1]} if family == "qwen2_5_vl" else {}
     config = tiny_config(family, text, vision)
     config._attn_implementation = "eager"
-    model = transformers_classes(family).model(config).eval()
+    model = transformers_class(family)(config).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.arange(12)[None])
         before = counter.get_total_flops()
