@@ -93,29 +93,22 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
 
 
 @Kernel
-def _densest_up_to(counts: np.ndarray, last: int) -> int:
-    """Find the length in 1..last with most samples per token, the shorter if equal, or 0."""
-    best = 0
-    for length in range(1, last + 1):
-        if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
-            best = length
-    return best
-
-
-@Kernel
 def _choose_filler(
     counts: np.ndarray, present: np.ndarray, room: int, num_samples: int, min_samples: int
 ) -> int:
     """Choose the next length for a pack of ``num_samples`` so far, or -1 if nothing fits. Far from
     the required number of samples it is the shortest, close to it the length with most samples per
-    token, beyond it the longest that fits."""
+    token (the shorter if equal), beyond it the longest that fits."""
+    best = 0
     if num_samples >= min_samples:
-        length = bitset_at_most(present, room)
+        best = bitset_at_most(present, room)
     elif 5 * num_samples < 4 * min_samples:
-        length = bitset_at_least(present, 1)
+        best = bitset_at_least(present, 1)
     else:
-        length = _densest_up_to(counts, room)
-    return length if 0 < length <= room else -1
+        for length in range(1, room + 1):
+            if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
+                best = length
+    return best if 0 < best <= room else -1
 
 
 @Kernel
