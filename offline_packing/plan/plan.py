@@ -36,7 +36,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.uses import Uses, choose_uses
-from offline_packing.planner.options import PlanOptions, PlanRequest
+from offline_packing.planner.options import PlanRequest
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
 from offline_packing.runs.artifacts import (
@@ -207,24 +207,23 @@ def make_plan(run: Run, samples: Index) -> Planned:
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
-    trees = amounts = None
+    grow = amounts = None
     if (sharing := run.config.pack.share_prefixes) is not None:
         from offline_packing.plan.prefixes import form_trees, group_samples  # compiled
         from offline_packing.planner.strategies.kernels import kernels_for
 
         groups, longest = group_samples(run, samples), run.config.pack.longest_sample
 
-        def trees(ids: SampleIds, records: npt.NDArray[np.integer] | None) -> "Trees":
-            table = tabulate(run.config, samples, ids, num_tokens[ids], records)
+        def grow(ids: SampleIds, table: Table) -> "Trees":
             with kernels_for(len(ids), run.config.pack.seq_length):
                 return form_trees(ids, groups[ids], table, longest, sharing.max_branches)
 
         def amounts(ids: SampleIds) -> tuple[npt.NDArray[np.int64], Hashes]:
-            hashes = samples.array("key_hash")[ids]
-            return trees(ids, record_numbers(samples)).amounts(hashes)
+            table = tabulate(run.config, samples, ids, num_tokens[ids], record_numbers(samples))
+            return grow(ids, table).amounts(samples.array("key_hash")[ids])
 
     uses = choose_uses(run.config, samples, kept, amounts)
-    packs = _pack_uses(run.config, samples, num_tokens, uses, trees)
+    packs = _pack_uses(run.config, samples, num_tokens, uses, grow)
     reasons = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
     different, codes = np.unique(reasons, return_inverse=True)
     texts = tuple(
@@ -272,30 +271,24 @@ def _pack_uses(
     samples: Index,
     num_tokens: npt.NDArray[np.integer],
     uses: Uses,
-    trees: "Callable[[SampleIds, npt.NDArray[np.integer] | None], Trees] | None",
+    grow: "Callable[[SampleIds, Table], Trees] | None",
 ) -> PackPlan:
-    """Plan all uses, split after split, over the ids of the index. `trees` forms the trees of a
-    split's uses, given the numbers of all records; None: samples share no prefixes."""
-    # Its compiled parts take time to import.
-    from offline_packing.planner.plan_packs import plan_table
-
+    """Plan all uses, split after split, over the ids of the index. `grow` forms the trees of a
+    split's uses; None: samples share no prefixes."""
     plans: dict[str, PackPlan] = {}
     # Samples with one number share no pack: copies, and parts of a conversation.
     apart = record_numbers(samples) if samples.info.split or uses.repeated else None
     try:
         for name, ids in uses.ids.items():
-            if trees is not None:
-                formed = trees(ids, apart)
-                own = formed.expand(plan_table(formed.table, _request(config, formed.table)))
+            is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
+            tokens = num_tokens if is_all else num_tokens[ids]
+            table = tabulate(config, samples, ids, tokens, apart)
+            if grow is None:
+                own = _plan_table(config, table)
             else:
-                is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
-                tokens = num_tokens if is_all else num_tokens[ids]
-                table = tabulate(config, samples, ids, tokens, apart)
-                own = plan_table(table, _request(config, table))
-                if is_all:
-                    plans[name] = own
-                    continue
-            plans[name] = own.of(ids)
+                trees = grow(ids, table)
+                own = trees.expand(_plan_table(config, trees.table))
+            plans[name] = own if is_all else own.of(ids)
     except ValueError as error:
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if len(plans) == 1 and not uses.repeated:
@@ -304,34 +297,34 @@ def _pack_uses(
 
 
 def _join_plans(planned: Mapping[str, PackPlan]) -> PackPlan:
-    """Join the plans of all splits, one after another. Samples that none of them packs are set
-    aside, once each."""
+    """Join the plans of all splits, one after another. A sample that is set aside is so in all its
+    uses, and is listed once."""
     from offline_packing.planner.strategies.strategy import Packs, join_packs
 
     plans = list(planned.values())
     sizes = {name: plan.num_packs for name, plan in planned.items()}
     packs = join_packs([Packs(plan.sample_ids, plan.pack_offsets) for plan in plans])
+    ids = np.concatenate([plan.set_aside_ids for plan in plans])
+    aside, firsts = np.unique(ids, return_index=True)
+    reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts]
+    is_packed = np.zeros(packs.sample_ids.max(initial=-1) + 1, bool)
+    is_packed[packs.sample_ids] = True
+    settings = dict(plans[0].info.settings)
+    # notes of the passes, over all plans that have packs
+    if done := [plan.info.settings["uniform"] for plan in plans if "uniform" in plan.info.settings]:
+        settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(
         plans[0].info,
         num_tokens=sum(plan.info.num_tokens for plan in plans),
         lower_bound=sum(plan.info.lower_bound for plan in plans),
         splits=sizes if len(sizes) > 1 else {},
+        num_copies=len(packs.sample_ids) - int(is_packed.sum()),
+        settings=settings,
     )
-    ids = np.concatenate([plan.set_aside_ids for plan in plans])
-    aside, firsts = np.unique(ids, return_index=True)
-    is_packed = np.zeros(max(some.max(initial=-1) for some in (ids, packs.sample_ids)) + 1, bool)
-    is_packed[packs.sample_ids] = True
-    lost = ~is_packed[aside]
-    reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
-    settings = dict(info.settings)
-    # notes of the passes, over all plans that have packs
-    if done := [plan.info.settings["uniform"] for plan in plans if "uniform" in plan.info.settings]:
-        settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
-    info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
     branches = None
     if plans[0].branches is not None:
         branches = np.concatenate([plan.branches for plan in plans])
-    return PackPlan(*packs, aside[lost], reasons, info, branches)
+    return PackPlan(*packs, aside, reasons, info, branches)
 
 
 def tabulate(
@@ -359,12 +352,9 @@ def tabulate(
             found |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
             # Tokens with loss, and tokens per source (all but the last).
             tokens, sources = index.array("num_tokens")[kept], column("source_id")
-            own = [
-                np.where(sources == i, tokens, 0)
-                for i in range(min(sources.max(initial=0), _MOST_SOURCES))
-            ]
-            own.insert(0, index.array("num_loss_tokens")[kept])
-            found |= {f"features[{i}]": values for i, values in enumerate(own)}
+            found["features[0]"] = index.array("num_loss_tokens")[kept]
+            for i in range(min(sources.max(initial=0), _MOST_SOURCES)):
+                found[f"features[{i + 1}]"] = np.where(sources == i, tokens, 0)
         return found
 
     whole, shared, of_prefix = sums(samples), dict[str, npt.NDArray[Any]](), None
@@ -381,8 +371,7 @@ def tabulate(
     if pack.layout is not None and pack.layout.uniform:
         alike["media"] = media_of_samples(column)
     if pack.homogeneous or LAYOUTS[config.output.layout].ONE_MEDIUM:
-        has_video = column("num_videos") > 0
-        groups = ((column("num_images") > 0) | has_video).astype(np.int32) + has_video
+        groups = np.minimum(media_of_samples(column), 2)  # neither, images alone, videos
         if pack.homogeneous or len(np.unique(groups)) > 1:
             alike["groups"] = groups
     if pack.mixture is not None:
@@ -396,19 +385,21 @@ def tabulate(
     return Table(Column(num_tokens, "sum", of_prefix), budgets, columns)
 
 
-def _request(config: PackingConfig, table: Table) -> PlanRequest:
-    """Return what the configuration asks of the plan of a table."""
+def _plan_table(config: PackingConfig, table: Table) -> PackPlan:
+    """Plan a table as the configuration asks."""
+    # Its compiled parts take time to import.
+    from offline_packing.planner.plan_packs import plan_table
+
     pack, mixture = config.pack, None
     if pack.mixture is not None:
         from offline_packing.planner.mixture import Mixture  # compiled
 
         lines = [[pack.mixture.share(n, end) for n in config.source_names()] for end in (0, 1)]
         mixture = Mixture(*map(tuple, lines))
-    options = {name: getattr(pack, name) for name in PlanOptions.model_fields}
-    options |= {"pad_multiple": pack.padding, "max_samples": None}
-    options["homogeneous"] = "groups" in table.columns
+    options = {"pad_multiple": pack.padding, "homogeneous": "groups" in table.columns}
+    chosen = pack.model_copy(update={**options, "max_samples": None})  # among the table's budgets
     window_packs = config.output.packs_per_shard
-    return PlanRequest(PlanOptions(**options), table.budgets, pack.layout, window_packs, mixture)
+    return plan_table(table, PlanRequest(chosen, table.budgets, pack.layout, window_packs, mixture))
 
 
 def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from offline_packing.planner.composing import PASSES, Draft
 from offline_packing.planner.mixture import Mixture
 from offline_packing.planner.options import PlanOptions, PlanRequest
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
-from offline_packing.planner.passes import Draft, asked_passes
+from offline_packing.planner.passes import asked_passes
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.samples import Budgets, Column, Table, admit_samples
 from offline_packing.planner.strategies.composition import room_of
@@ -114,7 +115,8 @@ def plan_table(table: Table, request: PlanRequest) -> PackPlan:
     draft: Draft | None = None
     with kernels_for(len(samples.lengths), room_of(samples.lengths, options.seq_length)):
         for one in passes:
-            draft = draft if one.run is None else one.run(samples, request, draft)
+            if one.name in PASSES:
+                draft = PASSES[one.name](samples, request, draft)
     assert draft is not None
     packs, bound, notes = draft
     info = PlanInfo(

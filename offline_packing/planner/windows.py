@@ -23,13 +23,9 @@ from offline_packing.planner.strategies.composition import (
 )
 from offline_packing.planner.strategies.kernels import Kernel, shuffle_between
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness
-from offline_packing.planner.strategies.strategy import (
-    Packs,
-    join_packs,
-    reorder_packs,
-)
+from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from offline_packing.planner.strategies.subset_fill import subset_fill
-from task_encoders.field_types import Count, NonNegative, Number, check_fields
+from task_encoders.field_types import Count, NonNegative, Share, check_fields
 
 _SPARE = 0.005  # packs' worth of samples that a window has beyond those it gives out
 _MIN_SPARE_PACKS = 4
@@ -106,7 +102,7 @@ class WindowOptions:
     #: samples that wait at most, all together, unless they are in one pack
     max_carried: NonNegative = 1000
     #: load from which a pack waits no longer: tokens as a share of seq_length, or a budget's share
-    full_at: Number = 1.0
+    full_at: Share = 1.0
     seed: NonNegative = 0
     #: a name in STRATEGIES, and its options
     strategy: str = "auto"
@@ -116,8 +112,6 @@ class WindowOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= self.full_at <= 1:
-            raise ValueError(f"full_at is {self.full_at}; it is a share of each limit, 0 to 1")
         check_known("strategy", self.strategy, STRATEGIES)
         check_options(self.strategy, self.strategy_options)
         if self.budgets and (lacks := lacks_limits(self.strategy)):

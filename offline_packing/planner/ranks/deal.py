@@ -146,12 +146,13 @@ def _best_cut(
     steps = (end - begin) // num_ranks
     parts = np.arange(1, _CUTS) * steps // _CUTS
     cuts = begin + num_ranks * np.minimum(np.maximum(1, parts), steps - 1)
+    bounds = np.concatenate((np.array([begin]), cuts, np.array([end])))
     left, right = np.empty((2, len(cuts)))
     least, across, at = np.inf, 0, cuts[0]
     for key in range(len(keys)):
         time = np.zeros(len(cuts))
         for other in np.flatnonzero(weights):
-            _largest(keys[other], orders[key], begin, end, cuts, left, right)
+            _largest(keys[other], orders[key], bounds, left, right)
             time += weights[other] * (left * (cuts - begin) + right * (end - cuts))
         best = np.argmin(time)
         if time[best] < least:
@@ -161,24 +162,18 @@ def _best_cut(
 
 @Kernel
 def _largest(
-    values: Floats,
-    order: Integers,
-    begin: int,
-    end: int,
-    cuts: Integers,
-    left: Floats,
-    right: Floats,
+    values: Floats, order: Integers, bounds: Integers, left: Floats, right: Floats
 ) -> None:
-    """Find the largest value before and after each cut, cuts ascending."""
-    largest, place = 0.0, begin
-    for i in range(len(cuts)):
-        while place < cuts[i]:
+    """Find the largest value before and after each cut, all bounds but the first and the last."""
+    largest, place = 0.0, bounds[0]
+    for i in range(len(left)):
+        while place < bounds[i + 1]:
             largest = max(largest, values[order[place]])
             place += 1
         left[i] = largest
-    largest, place = 0.0, end
-    for i in range(len(cuts) - 1, -1, -1):
-        while place > cuts[i]:
+    largest, place = 0.0, bounds[-1]
+    for i in range(len(left) - 1, -1, -1):
+        while place > bounds[i + 1]:
             place -= 1
             largest = max(largest, values[order[place]])
         right[i] = largest

@@ -12,11 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import (
-    dual_feasible_bound,
-    lower_bound,
-    room_of,
-)
+from offline_packing.planner.strategies.composition import dual_feasible_bound, lower_bound, room_of
 from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs
 
@@ -257,12 +253,10 @@ def size_lower_bound(sizes: np.ndarray, limit: int) -> int:
 
 def pack_budgets(sizes: np.ndarray, limits: np.ndarray, *, seed: int = 0) -> Packs:
     """Pack samples under several limits. ``sizes`` integers (num_samples, num_limits), ``limits``
-    integers (num_limits,), every sample within every limit. Takes about 0.1 ms per pack."""
+    integers (num_limits > 1,), every sample within every limit. Takes about 0.1 ms per pack."""
     shares = sizes / limits
     scarcest_first = np.argsort(-shares.sum(axis=0), kind="stable")
     shares = shares[:, scarcest_first]
-    if shares.shape[1] == 1:
-        shares = np.repeat(shares, 2, axis=1)
     every, step = np.arange(len(shares)), (shares[:, :2] * _GRID).astype(np.int64)
     cell = np.minimum(step, _GRID - 1) @ [_GRID, 1]
     cell_size = np.bincount(cell, minlength=_GRID * _GRID)

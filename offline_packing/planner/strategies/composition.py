@@ -9,6 +9,7 @@ A histogram is ``counts``, int64 (seq_length + 1,): ``counts[l]`` samples have l
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +73,17 @@ def from_entries(entries: np.ndarray, patterns: np.ndarray) -> Composition:
     return Composition(lengths, times, np.append(0, ends), multiplicity)
 
 
+def unseeded(kernel: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Composer:
+    """Make the composer of a kernel that turns counts into entries and patterns, as `from_entries`
+    takes them; its ``seed`` is unused."""
+
+    @wraps(kernel, updated=())
+    def compose(counts: np.ndarray, *, seed: int = 0) -> Composition:
+        return from_entries(*kernel(counts))
+
+    return compose
+
+
 def from_packs(packs: np.ndarray, copies: int) -> Composition:
     """Make a composition of packs as lengths, (num_packs, samples_per_pack), 0 for none; each
     serves ``copies``."""
@@ -82,14 +94,8 @@ def from_packs(packs: np.ndarray, copies: int) -> Composition:
     return from_entries(entries, np.stack([ends, np.full(len(packs), copies)], axis=1))
 
 
-_NO_PAIRS = np.zeros((0, 2), np.int64)
-#: no packs
-EMPTY = from_entries(_NO_PAIRS, _NO_PAIRS)
-
-
 def join_compositions(parts: Sequence[Composition]) -> Composition:
-    """Join the packs of all parts, in their order, into one composition."""
-    parts = [EMPTY, *parts]
+    """Join the packs of all parts, in their order, into one composition; there must be one."""
     sizes = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
     return Composition(
         np.concatenate([part.lengths for part in parts]),

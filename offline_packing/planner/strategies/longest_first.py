@@ -10,11 +10,10 @@ from functools import partial
 import numpy as np
 
 from offline_packing.planner.strategies.composition import (
-    Composition,
     add_runs,
     as_rows,
-    from_entries,
     packs_within,
+    unseeded,
 )
 from offline_packing.planner.strategies.kernels import (
     Kernel,
@@ -36,9 +35,11 @@ _MAX_STEPS_IN_ALL = 20_000_000  # about a second; later patterns take the first 
 _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 
+@unseeded
 @Kernel
-def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return entries [length, times] and patterns [end of entries, multiplicity].
+def best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put each sample, the longest first, into the fullest pack with room: the same packs as sample
+    by sample. Equal lengths are placed in bulk into packs with equal room.
 
     Packs with equal content are one *group*; groups of equal residual form a linked list. A group
     is made by placing a length into the packs of another one, its parent, and ends as a pattern
@@ -90,16 +91,11 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return as_rows(entries)[::-1], rows
 
 
-def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Put each sample, the longest first, into the fullest pack with room: the same packs as sample
-    by sample. Equal lengths are placed in bulk into packs with equal room. ``seed`` is unused, the
-    method is deterministic."""
-    return from_entries(*_best_fit_decreasing(counts))
-
-
+@unseeded
 @Kernel
-def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return entries [length, times] and patterns [end of entries, multiplicity]."""
+def greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fill one pack after the other, each time with the longest sample that still fits. The greedy
+    knapsack of LLaMA-Factory's and nanoVLM's loaders, without their quadratic search."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
@@ -117,13 +113,6 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             add_samples(counts, present, length, -packs * times)
         patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)
-
-
-def greedy_knapsack(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Fill one pack after the other, each time with the longest sample that still fits. The greedy
-    knapsack of LLaMA-Factory's and nanoVLM's loaders, without their quadratic search. ``seed`` is
-    unused, the method is deterministic."""
-    return from_entries(*_greedy_knapsack(counts))
 
 
 @Kernel
@@ -194,9 +183,12 @@ def _complete(
     return best_size, best_space == 0, steps
 
 
+@unseeded
 @partial(Kernel, slowness=3)
-def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return entries [length, times] and patterns [end of entries, multiplicity]."""
+def exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Complete the longest sample by a bounded search for lengths that fill the pack exactly, again
+    and again. A pattern is used as often as the counts allow. Where the search (24 lengths at each
+    depth, 4,000 steps) finds no exact fill, the fullest one found is used."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
@@ -220,10 +212,3 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         left -= packs * size
         patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)
-
-
-def exact_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Complete the longest sample by a bounded search for lengths that fill the pack exactly, again
-    and again. A pattern is used as often as the counts allow. Where the search (24 lengths at each
-    depth, 4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused."""
-    return from_entries(*_exact_fill(counts))

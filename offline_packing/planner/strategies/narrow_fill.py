@@ -54,14 +54,6 @@ class _Pool(NamedTuple):
 
 
 @Kernel
-def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
-    queue = np.repeat(np.arange(counts.shape[0], dtype=np.int32), counts)
-    ends = np.array([0, queue.shape[0]])
-    shuffle_between(queue, ends, state)
-    return _Pool(counts.copy(), bitset_of(counts), queue, ends, np.zeros_like(counts))
-
-
-@Kernel
 def _take(pool: _Pool, length: int) -> None:
     """Take a sample by its length; its entry stays in the queue, to be skipped there."""
     add_samples(pool.counts, pool.present, length, -1)
@@ -146,7 +138,10 @@ def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np
     capacity = part.shape[0] - 1
     num_samples = part.sum()
     tokens = (part * np.arange(part.shape[0])).sum()
-    pool = _make_pool(part, state)
+    queue = np.repeat(np.arange(part.shape[0], dtype=np.int32), part)
+    ends = np.array([0, num_samples])
+    shuffle_between(queue, ends, state)
+    pool = _Pool(part.copy(), bitset_of(part), queue, ends, np.zeros_like(part))
     packs = np.empty((num_samples // samples_per_pack, samples_per_pack), np.int32)
     num_packs = 0
     failures = 0
@@ -169,29 +164,18 @@ def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np
     return packs[:num_packs]
 
 
-class _Parts(NamedTuple):
-    """Samples of similar lengths, divided by how many of them shall form a pack."""
-
-    #: samples of a pack of the first part; one more in the second
-    k: int
-    #: int64 (seq_length + 1,) each: samples of each length
-    smaller: np.ndarray
-    larger: np.ndarray
-    #: whether packs of both parts can be full; else only packs of the second
-    is_full: bool
-
-
-def _divide(counts: np.ndarray) -> _Parts:
+def _divide(counts: np.ndarray) -> tuple[int, np.ndarray, np.ndarray, bool]:
     """Split ``counts`` into parts for packs of k and of k + 1 samples. The second part is a range
     of the sorted samples: the number that its packs need, with a sum at the capacity of these
-    packs, or just below."""
+    packs, or just below. Returns k, the counts of both parts, and whether packs of both can be
+    full; else only packs of the second."""
     capacity = len(counts) - 1
     samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l
     tokens_below = np.append(0, np.cumsum(counts * np.arange(len(counts))))
     num_samples, num_tokens = int(samples_below[-1]), int(tokens_below[-1])
     num_packs = num_tokens // capacity
     if num_packs == 0:
-        return _Parts(0, counts, np.zeros_like(counts), True)
+        return 0, counts, np.zeros_like(counts), True
     per_pack = num_samples * capacity / num_tokens
     k = int(per_pack)
 
@@ -214,7 +198,7 @@ def _divide(counts: np.ndarray) -> _Parts:
     low = max(1, low) - 1
     end = np.clip(low + size - samples_below[:-1], 0, counts)
     start = np.clip(low - samples_below[:-1], 0, counts)
-    return _Parts(k, counts - (end - start), end - start, is_full)
+    return k, counts - (end - start), end - start, is_full
 
 
 def narrow_fill(counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000) -> Composition:

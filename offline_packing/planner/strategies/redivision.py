@@ -12,16 +12,13 @@ few samples of each of two packs are then divided anew, so that the squares of t
 seq_length fall or stay, until no pack is above.
 """
 
+import heapq
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import (
-    Composition,
-    from_packs,
-    select_patterns,
-)
+from offline_packing.planner.strategies.composition import Composition, from_packs, select_patterns
 from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 
 #: samples of each of two packs that are divided anew, and in plans of at most so many samples
@@ -62,11 +59,10 @@ def even_fill(
     ``kept`` int (at most num_packs, places): lengths that are in packs at the beginning, 0 for
     none. The others are dealt out, the longest first unless ``is_random``.
     """
-    rest = counts.copy()
-    held = np.zeros((num_packs, 1 if kept is None else kept.shape[1]), np.int32)
-    if kept is not None:
-        held[: len(kept)] = kept
-        rest -= np.bincount(kept[kept > 0], minlength=len(counts))
+    kept = np.zeros((0, 1), np.int32) if kept is None else kept
+    held = np.zeros((num_packs, kept.shape[1]), np.int32)
+    held[: len(kept)] = kept
+    rest = counts - np.bincount(kept[kept > 0], minlength=len(counts))
     lengths = np.repeat(np.arange(len(counts)), rest)[::-1].copy()
     if is_random:
         np.random.default_rng(seed).shuffle(lengths)
@@ -128,22 +124,11 @@ def _deal(lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the pack of each sample, int64 (num_samples,): the one with the fewest tokens when it
     is the sample's turn. ``tokens`` int64 (num_packs,): those in packs at the beginning."""
     num_packs = tokens.shape[0]
-    heap = np.sort(tokens * num_packs + np.arange(num_packs))
+    heap = list(np.sort(tokens * num_packs + np.arange(num_packs)))
     pack_of = np.empty(len(lengths), np.int64)
     for sample in range(len(lengths)):
-        lightest = heap[0]
-        pack_of[sample] = lightest % num_packs
-        lightest += lengths[sample] * num_packs
-        place = 0
-        while True:
-            child = 2 * place + 1
-            if child + 1 < num_packs and heap[child + 1] < heap[child]:
-                child += 1
-            if child >= num_packs or heap[child] >= lightest:
-                break
-            heap[place] = heap[child]
-            place = child
-        heap[place] = lightest
+        pack_of[sample] = heap[0] % num_packs
+        heapq.heapreplace(heap, heap[0] + lengths[sample] * num_packs)
     return pack_of
 
 

@@ -58,16 +58,6 @@ def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.
 
 
 @Kernel
-def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.ndarray) -> bool:
-    """Fill one pack longest first; return True if it is full. Each length divides the next, so this
-    fills the pack whenever any choice of samples does."""
-    for index in range(lengths.shape[0] - 1, -1, -1):
-        times[index] = min(counts[index], room // lengths[index])
-        room -= times[index] * lengths[index]
-    return room == 0
-
-
-@Kernel
 def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fill packs exactly with lengths that each divide the next and the capacity.
 
@@ -81,8 +71,14 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
     times = np.zeros(lengths.shape[0], np.int64)
     while True:
         diverse = _diverse_pack(lengths, counts[lengths], capacity, times)
-        if not diverse and not _greedy_pack(lengths, counts[lengths], capacity, times):
-            return as_rows(entries), as_rows(patterns)
+        if not diverse:
+            # Longest first: as each length divides the next, this fills the pack if anything does.
+            room = capacity
+            for index in range(lengths.shape[0] - 1, -1, -1):
+                times[index] = min(counts[lengths[index]], room // lengths[index])
+                room -= times[index] * lengths[index]
+            if room > 0:
+                return as_rows(entries), as_rows(patterns)
         start = len(entries)
         for index in np.flatnonzero(times):
             entries.append((lengths[index], times[index]))
@@ -93,29 +89,22 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
 
 
 @Kernel
-def _densest_up_to(counts: np.ndarray, last: int) -> int:
-    """Find the length in 1..last with most samples per token, the shorter if equal, or 0."""
-    best = 0
-    for length in range(1, last + 1):
-        if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
-            best = length
-    return best
-
-
-@Kernel
 def _choose_filler(
     counts: np.ndarray, present: np.ndarray, room: int, num_samples: int, min_samples: int
 ) -> int:
     """Choose the next length for a pack of ``num_samples`` so far, or -1 if nothing fits. Far from
     the required number of samples it is the shortest, close to it the length with most samples per
-    token, beyond it the longest that fits."""
+    token (the shorter if equal), beyond it the longest that fits."""
+    best = 0
     if num_samples >= min_samples:
-        length = bitset_at_most(present, room)
+        best = bitset_at_most(present, room)
     elif 5 * num_samples < 4 * min_samples:
-        length = bitset_at_least(present, 1)
+        best = bitset_at_least(present, 1)
     else:
-        length = _densest_up_to(counts, room)
-    return length if 0 < length <= room else -1
+        for length in range(1, room + 1):
+            if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
+                best = length
+    return best if 0 < best <= room else -1
 
 
 @Kernel

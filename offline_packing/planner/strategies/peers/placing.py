@@ -155,15 +155,12 @@ def first_fit_shuffle(
 def _next_fit(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Close a pack when the next sample does not fit; return the offsets, int64 (num_packs +
     1,)."""
-    num_samples, num_limits = sizes.shape
+    num_samples = len(sizes)
     offsets = np.zeros(num_samples + 1, np.int64)
     num_packs = 0
     used = limits.copy()  # of the open pack: there is none yet
     for sample in range(num_samples):
-        fits = True
-        for limit in range(num_limits):
-            fits &= used[limit] + sizes[sample, limit] <= limits[limit]
-        if not fits:
+        if not _has_room(used, sizes[sample], limits):
             offsets[num_packs] = sample
             num_packs += 1
             used[:] = 0
