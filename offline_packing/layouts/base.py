@@ -3,11 +3,9 @@ not packed for it. `container` writes and reads the shards.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from offline_packing.errors import ChangedError
-from offline_packing.layouts.energon_metadata import METADATA_FILES
 from offline_packing.layouts.shards import PlannedSample, ShardTask, trees_of
 from offline_packing.layouts.unfit import Grids, Model, Sizes
 from offline_packing.sources import Locator, Source
@@ -25,8 +23,6 @@ class Layout:
     """Packs as the task encoder here reads them. Stateless: tasks name it, and look it up in
     LAYOUTS."""
 
-    #: files that describe all shards, relative to the output
-    METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
     #: whether all samples of a pack must have images, or videos, or neither
     ONE_MEDIUM: ClassVar[bool] = False
 
@@ -75,8 +71,9 @@ class Layout:
         names = media_part_names([name for one in samples for name in one.own_extensions])
         return [*zip(names if media else (), media, strict=True), (JSON_PART, record)]
 
-    def describe(self, folder: Path, manifest: Manifest) -> None:
-        """Change Energon's metadata in a folder to what its reader takes."""
+    def metadata(self, manifest: Manifest) -> dict[str, bytes]:
+        """Return the files of .nv-meta that its reader takes instead of Energon's, by name."""
+        return {}
 
 
 def place_of(source: Source, sample: PlannedSample, at: Locator) -> Place:

@@ -71,17 +71,23 @@ def write_shard(task: ShardTask) -> ShardFragment:
     return ShardFragment(name, split, num_samples, num_tokens, writer.size, digest, writer.entries)
 
 
-def describe(folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
-    """Write Energon's metadata for all shards of an output into `folder`. The manifest lacks only
-    the hashes of these files; `fragments` are of all shards, in order."""
+def describe(folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> list[str]:
+    """Write Energon's metadata for all shards of an output into `folder`; return the names of the
+    files. The manifest lacks only their hashes; `fragments` are of all shards, in order."""
     splits: dict[str, list[str]] = {split: [] for split in manifest.counts.packs}
     for shard in manifest.shards:
         splits[shard.split].append(shard.name)
     shards = read_each(folder, ShardFragment.load, fragments)
     packs = ((shard.name, shard.packs) for shard in shards)
-    identity = {"content_hash": manifest.content_hash, "generation": manifest.generation}
-    write_energon_metadata(folder, manifest.task, splits, packs, **identity)
-    LAYOUTS[manifest.layout].describe(folder, manifest)
+    return write_energon_metadata(
+        folder,
+        manifest.task,
+        splits,
+        packs,
+        content_hash=manifest.content_hash,
+        generation=manifest.generation,
+        instead=LAYOUTS[manifest.layout].metadata(manifest),
+    )
 
 
 def files_of(fragment: ShardFragment) -> dict[str, str]:

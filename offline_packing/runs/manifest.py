@@ -162,8 +162,7 @@ def make_manifest(
     )
     manifest = manifest.model_copy(update={"content_hash": _hash(manifest)})
     folder.mkdir(parents=True, exist_ok=True)
-    describe(folder, manifest, fragments)
-    names = list(LAYOUTS[manifest.layout].METADATA)
+    names = describe(folder, manifest, fragments)
     if config.output.media == "refer":
         there = run.workspace.root / MEDIA_ROOTS
         # Sources need not be there where other files are made again.
