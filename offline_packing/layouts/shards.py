@@ -279,11 +279,6 @@ class ShardTask:
     refuses_edits: bool = True
 
     @property
-    def number(self) -> int:
-        """Parameters that distinguish the task from the others."""
-        return self.shard.number
-
-    @property
     def fragment_path(self) -> Path:
         """The shard's fragment."""
         return self.folder / fragment_file(self.shard.name)

@@ -283,16 +283,6 @@ def hash_files(folder: Path, pattern: str) -> dict[str, str]:
     return {path.name: found for path, found in zip(paths, hashes, strict=True)}
 
 
-def move_file(path: Path, target: Path) -> None:
-    """Rename a file, or upload it; the target is complete or absent."""
-    if is_remote(path) or not is_remote(target):
-        path.replace(target)
-        return
-    with path.open("rb") as file, atomic_file(target) as copy:
-        shutil.copyfileobj(file, copy, _HASHED_BLOCK)
-    path.unlink()
-
-
 def remove_temporaries(folder: Path) -> None:
     """Remove half-written files of killed runs from a folder; files being written stay. Objects are
     never half-written."""

@@ -41,7 +41,6 @@ from task_encoders.packs.pack import (
 )
 from task_encoders.packs.pack_format import Tree
 from task_encoders.packs.stored_media import StoredMedia
-from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample
 
 if TYPE_CHECKING:
@@ -95,16 +94,6 @@ class VerifyResult:
         self.num_repairable += repairable
         if len(self.problems) < _KEPT:
             self.problems.append(text)
-
-    def compared(
-        self, split: str, images: Sequence[bytes], videos: Sequence[bytes], num_tokens: int
-    ) -> None:
-        """Count a sub-sample that was compared with its source."""
-        hashes = [xxhash.xxh3_64_intdigest(data) for data in (*images, *videos)]
-        self.media_hashes.append((split, np.array(hashes, np.uint64)))
-        self.num_images += len(images)
-        self.num_videos += len(videos)
-        self.num_tokens += num_tokens
 
     def add(self, other: "VerifyResult") -> None:
         """Add the findings of another check."""
@@ -272,17 +261,6 @@ def _from_rows(
             yield [str(error)] * tree.num_samples
 
 
-def _differing(sample: EncodedSample, found: "PackedRow") -> list[str]:
-    """Name the fields in which a sample from a row differs from the sample encoded alone."""
-    import torch
-
-    from task_encoders.concatenate import concatenate
-
-    alone = concatenate([sample], pad_token_id=0, pixel_transport="uint8")
-    others = found.tensors()
-    return [name for name, own in alone.tensors().items() if not torch.equal(own, others[name])]
-
-
 def _sub_sample_problem(
     task: VerifyTask,
     sample: PlannedSample,
@@ -298,10 +276,13 @@ def _sub_sample_problem(
     counts = (len(sample.media), sample.num_videos)
     if (len(sub.media), len(sub.videos)) != counts or any(one not in media for one in sub.media):
         return "its media are not those that were measured"
-    if not task.deep:
-        return _stored_problem(sub, media)
-    encoder, is_same = open_encoder(task.model), False
+    is_same = False
     try:
+        if not task.deep:
+            if isinstance(media, StoredMedia):  # open what the pack only refers to
+                for name in sub.media:
+                    media.check(name)
+            return None
         images = [media[name] for name in sub.images]
         videos = [media[name] for name in sub.videos]
         measured = task.shard.read_sample(sample)
@@ -315,7 +296,7 @@ def _sub_sample_problem(
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         is_same = True
-        encoded = encoder.encode(sub, images, videos)
+        encoded = open_encoder(task.model).encode(sub, images, videos)
     except (StageError, PackFormatError, MissingPyAVError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - of this sample
@@ -326,22 +307,20 @@ def _sub_sample_problem(
         places = ", ".join(sorted({medium.container for medium in sample.media}))
         return f"{problem}; the source has the same bytes: repair or remove the sample in {places}"
     num_tokens = len(encoded.tokens)
-    report.compared(task.shard.shard.split, images, videos, num_tokens)
+    hashes = [xxhash.xxh3_64_intdigest(data) for data in (*images, *videos)]
+    report.media_hashes.append((task.shard.shard.split, np.array(hashes, np.uint64)))
+    report.num_images += len(images)
+    report.num_videos += len(videos)
+    report.num_tokens += num_tokens
     if num_tokens != sample.num_tokens:
         return f"encodes to {num_tokens} tokens, measured {sample.num_tokens}"
     if part is None or isinstance(part, str):
         return part
-    names = " and ".join(_differing(encoded, part))
+    import torch
+
+    from task_encoders.concatenate import concatenate
+
+    alone = concatenate([encoded], pad_token_id=0, pixel_transport="uint8").tensors()
+    found = part.tensors()
+    names = " and ".join(name for name, own in alone.items() if not torch.equal(own, found[name]))
     return f"from its tree it has other {names} than alone" if names else None
-
-
-def _stored_problem(sub: SourceSample, media: Mapping[str, bytes]) -> str | None:
-    """Open the media that a pack only refers to."""
-    if not isinstance(media, StoredMedia):
-        return None
-    try:
-        for name in sub.media:
-            media.check(name)
-    except (StageError, PackFormatError) as error:
-        return str(error)
-    return None

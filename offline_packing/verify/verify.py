@@ -50,27 +50,16 @@ class Drawn:
     amount: float
     seed: int = 0
 
-    def packs(self, plan: PackPlan) -> npt.NDArray[np.int64]:
-        """Draw the numbers of the packs, ascending."""
+    def shards(self, plan: PackPlan, shards: Sequence[PlannedShard]) -> list[PlannedShard]:
+        """Draw packs; return the shard of each, cut to this pack, in the order of the plan."""
         wanted = self.amount * (len(plan.sample_ids) if self.amount < 1 else 1)
         order = np.random.default_rng(self.seed).permutation(plan.num_packs)
         ends = np.cumsum(np.diff(plan.pack_offsets)[order])
-        return np.sort(order[: int(np.searchsorted(ends, wanted)) + 1])
-
-    def shards(self, plan: PackPlan, shards: Sequence[PlannedShard]) -> list[PlannedShard]:
-        """Return the shards of these packs, cut to one pack each."""
-        firsts = np.array([shard.first_pack for shard in shards])
-        packs = self.packs(plan)
-        owners = np.searchsorted(firsts, packs, side="right") - 1
-        pairs = zip(owners.tolist(), packs.tolist(), strict=True)
+        packs = np.sort(order[: int(np.searchsorted(ends, wanted)) + 1])
+        owners = np.searchsorted([one.first_pack for one in shards], packs, side="right") - 1
         return [
-            replace(
-                shards[owner],
-                number=number,
-                first_pack=pack,
-                num_packs=1,
-            )
-            for number, (owner, pack) in enumerate(pairs)
+            replace(shards[owner], number=number, first_pack=pack, num_packs=1)
+            for number, (owner, pack) in enumerate(zip(owners, packs.tolist(), strict=True))
         ]
 
 
