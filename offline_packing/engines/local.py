@@ -72,6 +72,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     #: whether several engines work on one output at the same time, each on its share of the tasks
     IS_SHARED: ClassVar[bool] = False
+    #: of this engine among them
+    rank, world_size = 0, 1
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -91,10 +93,9 @@ class Engine(AbstractContextManager["Engine"]):
         The first exception that a task raises is raised here; tasks not yet begun are dropped.
         """
 
-    def share(self, tasks: Iterable[Task]) -> list[Task]:
-        """Return the tasks that this engine runs, by their `number`: all of them unless
-        IS_SHARED."""
-        return list(tasks)
+    def share(self, tasks: Iterable[Any]) -> list[Any]:
+        """Return the tasks that this engine runs, by their `number`."""
+        return [task for task in tasks if task.number % self.world_size == self.rank]
 
     def close(self) -> None:
         """Release the engine's workers."""

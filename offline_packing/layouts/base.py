@@ -3,6 +3,7 @@ not packed for it. `container` writes and reads the shards.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import ClassVar
 
 from offline_packing.errors import ChangedError
@@ -56,19 +57,21 @@ class Layout:
         JSON. Raises StageError if a sample changed since it was measured."""
         media, places = list[bytes](), list[Place]()
         for one in samples:
+            own = one.own(one.media)
             if task.refers:
-                places += [place_of(task.sources[one.source_id], one, at) for at in one.own_media]
+                places += [place_of(task.sources[one.source_id], one, at) for at in own]
             else:
-                media += task.read_media(one, one.own_media)
+                media += task.read_media(one, own)
+        extensions = [one.own(one.extensions) for one in samples]
         subs = [
-            PackedSubSample(task.read_sample(one), one.own_extensions, one.num_tokens)
-            for one in samples
+            PackedSubSample(task.read_sample(one), own, one.num_tokens)
+            for one, own in zip(samples, extensions, strict=True)
         ]
         trees = [tree for tree in trees_of(samples) if tree.num_samples > 1]
         record = pack_json(
             subs, task.task, trees=trees, generation=task.generation, media=media, places=places
         )
-        names = media_part_names([name for one in samples for name in one.own_extensions])
+        names = media_part_names([*chain.from_iterable(extensions)])
         return [*zip(names if media else (), media, strict=True), (JSON_PART, record)]
 
     def metadata(self, manifest: Manifest) -> dict[str, bytes]:

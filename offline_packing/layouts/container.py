@@ -123,20 +123,15 @@ def _pack(folder: Path, entry: PackEntry, data: bytes) -> Pack:
 
 def remove_shards(folder: Path) -> None:
     """Remove all shards and what describes them."""
-    _remove_tars(folder)
-    for path in list(folder.iterdir()):
-        if _FOLDER.fullmatch(path.name) and path.is_dir():
-            _remove_tars(path)
-            with suppress(OSError):  # it holds files of others
-                path.rmdir()
-    remove_folder(folder / ".nv-meta")
-    remove_path(folder / MEDIA_ROOTS)
-
-
-def _remove_tars(folder: Path) -> None:
-    for path in list(folder.iterdir()):
+    inner = [path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    for path in [path for at in (folder, *inner) for path in at.iterdir()]:
         if _SHARD.fullmatch(path.name):
             path.unlink()
+    for at in inner:
+        with suppress(OSError):  # it holds files of others
+            at.rmdir()
+    remove_folder(folder / ".nv-meta")
+    remove_path(folder / MEDIA_ROOTS)
 
 
 def media_roots(sources: Sequence[SourceOptions]) -> bytes:

@@ -221,17 +221,9 @@ class PlannedSample:
         """Number of videos among the media; they are the last."""
         return sum(map(is_video_name, self.extensions))
 
-    @property
-    def own_media(self) -> tuple[Locator, ...]:
-        """The media that its pack holds for it: all, or for a branch the media after its prefix."""
-        return self._without_prefix(self.media)
-
-    @property
-    def own_extensions(self) -> tuple[str, ...]:
-        """Their extensions."""
-        return self._without_prefix(self.extensions)
-
-    def _without_prefix(self, of_media: tuple[_Item, ...]) -> tuple[_Item, ...]:
+    def own(self, of_media: tuple[_Item, ...]) -> tuple[_Item, ...]:
+        """Return what belongs to the media that its pack holds for it: to all, or for a branch to
+        the media after its prefix."""
         if not self.branches:
             return of_media
         first = len(of_media) - self.num_videos

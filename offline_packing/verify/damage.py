@@ -107,7 +107,7 @@ def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True
         for name, expected in recorded.items():
             if shards or not (name.endswith(_OF_SHARDS) or name.startswith("_packing/write/")):
                 checks.append(FileCheck(at.root, name, expected, at.name_of(path), len(checks)))
-    own = list(run.engine.share(checks))
+    own = run.engine.share(checks)
     with run.bar("verify", len(own), "file") as bar:
         for one in run.engine.run(check_file, own):
             bar.update(1)

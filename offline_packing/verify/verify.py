@@ -229,29 +229,23 @@ def _check_each_once(
     samples: Index, plan: PackPlan, shards: Sequence[PlannedShard], total: VerifyResult
 ) -> None:
     """Check that the samples of the plan, and no others, are found, each once."""
-    first = [plan.pack_offsets[shard.first_pack] for shard in shards]
-    last = [plan.pack_offsets[shard.first_pack + shard.num_packs] for shard in shards]
-    places = [slice(0, 0), *map(slice, first, last)]
-    copies = plan.copy_numbers()
-    numbers = None if copies is None else np.concatenate([copies[some] for some in places])
-    chosen = np.concatenate([plan.sample_ids[some] for some in places])
-    expected = np.sort(hash_keys(samples, chosen, numbers))
+    is_checked = np.zeros(plan.num_packs, bool)
+    for shard in shards:
+        is_checked[shard.first_pack : shard.first_pack + shard.num_packs] = True
+    uses, copies = np.repeat(is_checked, np.diff(plan.pack_offsets)), plan.copy_numbers()
+    numbers = None if copies is None else copies[uses]
+    expected = np.sort(hash_keys(samples, plan.sample_ids[uses], numbers))
     found = np.sort(np.concatenate([*total.key_hashes, np.empty(0, np.uint64)]))
     is_packed = np.zeros(samples.info.num_samples, bool)
     is_packed[plan.sample_ids] = True
     if len(plan.sample_ids) - int(is_packed.sum()) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
-    repeated = _num_repeated(found) - _num_repeated(expected)
-    if repeated or not np.array_equal(expected, found):
-        lost = len(np.setdiff1d(expected, found))
+    if not np.array_equal(expected, found):
+        lost, repeated = len(np.setdiff1d(expected, found)), len(found) - len(np.unique(found))
         total.problem(
             f"{lost:,} samples are in no pack, {repeated:,} in more than one",
             repairable=total.num_repairable > 0,  # of damaged shards
         )
-
-
-def _num_repeated(ordered: npt.NDArray[np.uint64]) -> int:
-    return int(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
 def render_result(
