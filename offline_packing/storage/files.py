@@ -57,13 +57,9 @@ def private_folder() -> Path:
     def find() -> list[Path]:
         return sorted(filter(_is_private, parent.glob(f"{prefix}*")))
 
-    found = find()
-    if not found:
-        made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        found = find()
-        if found[0] != made:  # another process made one meanwhile
-            made.rmdir()
-    return found[0]
+    if not find():
+        tempfile.mkdtemp(prefix=prefix, dir=parent)
+    return find()[0]  # of several that processes made at the same time
 
 
 def _is_private(path: Path) -> bool:

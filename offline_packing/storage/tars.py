@@ -225,9 +225,7 @@ class TarShardWriter:
         if (unsent := self.size - self._sent) >= _WRITEBACK_BYTES:
             self._file.flush()
             # Linux sends bytes to the disk that are no longer needed; the last sync is then short.
-            if hasattr(os, "posix_fadvise"):
-                advice = os.POSIX_FADV_DONTNEED
-                os.posix_fadvise(self._file.fileno(), self._sent, unsent, advice)
+            os.posix_fadvise(self._file.fileno(), self._sent, unsent, os.POSIX_FADV_DONTNEED)
             self._sent = self.size
 
     def finish(self) -> str:
