@@ -128,12 +128,9 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
         raise
     except StageError:  # it was copied without them
         return {}
-    found, first = dict[str, _Hashes](), 0
-    if plan.num_packs != sum(manifest.counts.packs.values()):
-        return {}
-    for split, count in manifest.counts.packs.items():
-        bounds = plan.pack_offsets[[first, first := first + count]]
-        chosen = np.zeros(samples.info.num_samples, bool)
-        chosen[plan.sample_ids[slice(*bounds)]] = True
-        found[split] = partial(hashes_of, samples, chosen=chosen)
-    return found
+    chosen = {split: np.zeros(samples.info.num_samples, bool) for split in manifest.counts.packs}
+    first = 0
+    for shard in manifest.shards:  # in the order of the plan
+        bounds = plan.pack_offsets[[first, first := first + shard.packs]]
+        chosen[shard.split][plan.sample_ids[slice(*bounds)]] = True
+    return {split: partial(hashes_of, samples, chosen=own) for split, own in chosen.items()}

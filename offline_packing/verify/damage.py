@@ -25,8 +25,8 @@ from offline_packing.storage.receipts import (
 )
 from task_encoders.storage.paths import REMEDY
 
-#: Without these, the shards can still be compared with the plan.
-_ASIDE: Final = (
+#: Beginnings of names of files without which the shards can still be compared with the plan.
+ASIDE: Final = (
     "_packing/set_aside/",
     "_packing/files/",
     "_packing/plan/set_aside.parquet",
@@ -43,11 +43,6 @@ class Damage:
     #: relative to the output
     name: str
     text: str
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether the shards can still be compared with the plan."""
-        return self.name.startswith(_ASIDE)
 
     def __str__(self) -> str:
         return f"{self.name} {self.text}; {REMEDY}"

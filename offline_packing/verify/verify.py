@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +35,10 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.repair import start_repair
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
+from offline_packing.runs.warnings import count_shared
 from offline_packing.storage.files import remove_path
 from offline_packing.storage.receipts import STAGES, receipt_path
-from offline_packing.verify.damage import find_damage
+from offline_packing.verify.damage import ASIDE, find_damage
 from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import REMEDY
@@ -102,7 +104,7 @@ def verify(
     damage = find_damage(run, STAGES[:-1], shards=hash_only)
     for one in damage:
         total.problem(str(one), repairable=True)
-    in_the_way = [one.name for one in damage if not one.is_aside]
+    in_the_way = [one.name for one in damage if not one.name.startswith(ASIDE)]
     if in_the_way:
         text = f"the shards were not read, since {in_the_way[0]} is damaged"
         total.problem(text, repairable=True)
@@ -145,13 +147,10 @@ def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyRes
     """Check the promise of `pack.order.uniform` for each step, from the manifest alone."""
     if layout is None or not layout.uniform:
         return
-    media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
-    first = 0
-    for split, size in manifest.counts.packs.items():
-        mixed = layout.mixed_steps(media[first : first + size])
-        first += size
-        total.num_steps += size // layout.num_ranks
-        if mixed:
+    for split, shards in itertools.groupby(manifest.shards, attrgetter("split")):
+        media = np.concatenate([shard.media_of_packs() for shard in shards])
+        total.num_steps += len(media) // layout.num_ranks
+        if mixed := layout.mixed_steps(media):
             total.problem(
                 f"{mixed:,} steps of split {split} mix packs with and without images, or lack "
                 "some, for the ranks of pack.order"
@@ -183,11 +182,8 @@ def _check_apart(
     hashes: Mapping[str, Sequence[npt.NDArray[np.uint64]]], found: str, total: VerifyResult
 ) -> None:
     """Check that no hash is in two splits."""
-    none = np.empty(0, np.uint64)
-    different = {name: np.unique(np.concatenate([none, *own])) for name, own in hashes.items()}
-    for (one, own), (other, others) in itertools.combinations(different.items(), 2):
-        count = len(np.intersect1d(own, others, assume_unique=True))
-        if count:
+    for (one, own), (other, others) in itertools.combinations(hashes.items(), 2):
+        if count := count_shared(own, others)[0]:
             total.apart = ""
             total.problem(f"{count:,} {found} stand in splits {one} and {other}")
 
