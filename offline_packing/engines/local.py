@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import chain, islice
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from offline_packing.errors import StageError
@@ -117,7 +116,6 @@ class LocalEngine(Engine):
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._pool: ProcessPoolExecutor | None = None
-        self._others: set[BaseProcess] = set()
         self._advanced: Synchronized[int] | None = None
         self._reported = 0
 
@@ -173,7 +171,7 @@ class LocalEngine(Engine):
     def __exit__(self, *error: object) -> None:
         if self._pool is not None and not isinstance(error[1], Exception | None):
             # A signal: tasks at work are not waited for, they leave nothing half-written.
-            for worker in set(multiprocessing.active_children()) - self._others:
+            for worker in cast(Any, self._pool)._processes.values():
                 worker.kill()
         self.close()
 
@@ -184,7 +182,6 @@ class LocalEngine(Engine):
     def _executor(self) -> ProcessPoolExecutor:
         if self._pool is None:
             _start_quiet_tracker()
-            self._others = set(multiprocessing.active_children())
             self._advanced, self._reported = _SPAWN.Value(ctypes.c_int64, 0), 0
             task_bytes = max(_LEAST_TASK_BYTES, machine_memory() // self.workers)
             self._pool = ProcessPoolExecutor(

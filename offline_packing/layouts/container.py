@@ -54,19 +54,16 @@ def shard_file(shard_name: str) -> str:
 def write_shard(task: ShardTask) -> ShardFragment:
     """Write a shard; no file has its final name before it is complete. Raises StageError."""
     name = shard_file(task.shard.name)
-    path = task.folder / name
+    path, num_tokens = task.folder / name, 0
     with atomic_file(path) as file:
         writer = TarShardWriter(file)
         for key, samples in task.packs(with_media=not task.refers):
             writer.add(key, LAYOUTS[task.layout].members(task, samples))
             for sample in samples:
                 task.check_unchanged(sample)
+                num_tokens += sample.num_tokens - sample.branches * sample.prefix_tokens
         digest = writer.finish()
     write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
-    num_tokens = int(pc.sum(task.samples["num_tokens"]).as_py() or 0)
-    if "branches" in task.samples.column_names:  # of a trunk, once
-        again = pc.multiply(task.samples["prefix_tokens"], task.samples["branches"])
-        num_tokens -= int(pc.sum(again).as_py())
     split, num_samples = task.shard.split, len(task.samples)
     return ShardFragment(name, split, num_samples, num_tokens, writer.size, digest, writer.entries)
 
