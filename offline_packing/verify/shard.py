@@ -13,7 +13,7 @@ from pydantic import InstanceOf
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError, as_sample_error
-from offline_packing.index.table import Index, key_hash
+from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.container import read_pack, read_packs, shard_file
 from offline_packing.layouts.shards import (
@@ -80,8 +80,6 @@ class VerifyResult:
     num_in_source: int = 0
     #: the first problems
     problems: list[str] = field(default_factory=list)
-    #: key_hash of every sample found: one array per pack
-    key_hashes: list[_Hashes] = field(default_factory=list, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -216,8 +214,6 @@ def _pack_problems(
     padded = sum(-(-length // multiple) * multiple for length in in_row)
     if padded > room:
         yield f"{padded} tokens > seq_length {room}"
-    hashes = [key_hash(sample.source_id, sample.key) for sample in samples]
-    report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(samples)
     report.num_row_tokens += sum(in_row)
     from_row = _from_rows(task, stored, pack.trees)
