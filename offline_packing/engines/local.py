@@ -143,8 +143,10 @@ class LocalEngine(Engine):
                     return
                 with held_signals():
                     done, pending = wait(pending, SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
-                if listener is not None:
-                    listener(self._newly_advanced())
+                if listener is not None and self._advanced is not None:
+                    # Without the lock, which a killed worker may hold.
+                    before, self._reported = self._reported, self._advanced.get_obj().value
+                    listener(self._reported - before)
                 for future in done:
                     yield result_of(future)
         except BrokenProcessPool as error:
@@ -171,7 +173,7 @@ class LocalEngine(Engine):
     def __exit__(self, *error: object) -> None:
         if self._pool is not None and not isinstance(error[1], Exception | None):
             # A signal: tasks at work are not waited for, they leave nothing half-written.
-            for worker in cast(Any, self._pool)._processes.values():
+            for worker in [*cast(Any, self._pool)._processes.values()]:
                 worker.kill()
         self.close()
 
@@ -191,14 +193,6 @@ class LocalEngine(Engine):
                 initargs=(self._advanced, task_bytes),
             )
         return self._pool
-
-    def _newly_advanced(self) -> int:
-        """Count the workers' progress since the last call."""
-        if self._advanced is None:
-            return 0
-        # Without the lock, which a killed worker may hold.
-        before, self._reported = self._reported, self._advanced.get_obj().value
-        return self._reported - before
 
 
 def _run_task(function: Callable[[Task], Result], task: Task) -> Result:
