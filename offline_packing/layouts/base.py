@@ -3,7 +3,6 @@ not packed for it. `container` writes and reads the shards.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import ClassVar
 
 from offline_packing.errors import ChangedError
@@ -56,23 +55,21 @@ class Layout:
         """Return a pack's members: the media in order, unless the pack refers to them, and the
         JSON. Raises StageError if a sample changed since it was measured."""
         media, places = list[bytes](), list[Place]()
+        subs, names = list[PackedSubSample](), list[str]()
         for one in samples:
-            own = one.own(one.media)
+            own, extensions = one.own(one.media), one.own(one.extensions)
             if task.refers:
                 places += [place_of(task.sources[one.source_id], one, at) for at in own]
             else:
                 media += task.read_media(one, own)
-        extensions = [one.own(one.extensions) for one in samples]
-        subs = [
-            PackedSubSample(task.read_sample(one), own, one.num_tokens)
-            for one, own in zip(samples, extensions, strict=True)
-        ]
+            subs.append(PackedSubSample(task.read_sample(one), extensions, one.num_tokens))
+            names += extensions
         trees = [tree for tree in trees_of(samples) if tree.num_samples > 1]
         record = pack_json(
             subs, task.task, trees=trees, generation=task.generation, media=media, places=places
         )
-        names = media_part_names([*chain.from_iterable(extensions)])
-        return [*zip(names if media else (), media, strict=True), (JSON_PART, record)]
+        parts = media_part_names(names) if media else ()
+        return [*zip(parts, media, strict=True), (JSON_PART, record)]
 
     def metadata(self, manifest: Manifest) -> dict[str, bytes]:
         """Return the files of .nv-meta that its reader takes instead of Energon's, by name."""

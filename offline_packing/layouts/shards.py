@@ -32,7 +32,7 @@ from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSou
 from offline_packing.sources.reading.locators import read_ahead
 from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
 from offline_packing.sources.roots.roots import Root
-from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
+from offline_packing.storage.files import hash_bytes, read_json, seal
 from offline_packing.storage.tars import PackEntry, member_size, tar_size
 from task_encoders.field_types import NonNegative
 from task_encoders.packs.manifest import FileName, SplitName
@@ -157,16 +157,12 @@ class ShardFragment:
 
     @property
     def content_hash(self) -> str:
-        """xxh3_128 of the file that `save` writes, without its seal."""
+        """xxh3_128 of the fragment's file without its seal."""
         return hash_bytes(orjson.dumps(self))
 
     def to_bytes(self) -> bytes:
         """Return the content of the fragment's file."""
         return orjson.dumps(seal(orjson.loads(orjson.dumps(self))))
-
-    def save(self, path: Path) -> None:
-        """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
