@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import chain, islice
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from offline_packing.errors import StageError
@@ -72,6 +71,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     #: whether several engines work on one output at the same time, each on its share of the tasks
     IS_SHARED: ClassVar[bool] = False
+    #: of this engine among them
+    rank, world_size = 0, 1
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -91,10 +92,9 @@ class Engine(AbstractContextManager["Engine"]):
         The first exception that a task raises is raised here; tasks not yet begun are dropped.
         """
 
-    def share(self, tasks: Iterable[Task]) -> list[Task]:
-        """Return the tasks that this engine runs, by their `number`: all of them unless
-        IS_SHARED."""
-        return list(tasks)
+    def share(self, tasks: Iterable[Any]) -> list[Any]:
+        """Return the tasks that this engine runs, by their `number`."""
+        return [task for task in tasks if task.number % self.world_size == self.rank]
 
     def close(self) -> None:
         """Release the engine's workers."""
@@ -116,7 +116,6 @@ class LocalEngine(Engine):
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._pool: ProcessPoolExecutor | None = None
-        self._others: set[BaseProcess] = set()
         self._advanced: Synchronized[int] | None = None
         self._reported = 0
 
@@ -144,8 +143,10 @@ class LocalEngine(Engine):
                     return
                 with held_signals():
                     done, pending = wait(pending, SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
-                if listener is not None:
-                    listener(self._newly_advanced())
+                if listener is not None and self._advanced is not None:
+                    # Without the lock, which a killed worker may hold.
+                    before, self._reported = self._reported, self._advanced.get_obj().value
+                    listener(self._reported - before)
                 for future in done:
                     yield result_of(future)
         except BrokenProcessPool as error:
@@ -172,7 +173,7 @@ class LocalEngine(Engine):
     def __exit__(self, *error: object) -> None:
         if self._pool is not None and not isinstance(error[1], Exception | None):
             # A signal: tasks at work are not waited for, they leave nothing half-written.
-            for worker in set(multiprocessing.active_children()) - self._others:
+            for worker in [*cast(Any, self._pool)._processes.values()]:
                 worker.kill()
         self.close()
 
@@ -183,7 +184,6 @@ class LocalEngine(Engine):
     def _executor(self) -> ProcessPoolExecutor:
         if self._pool is None:
             _start_quiet_tracker()
-            self._others = set(multiprocessing.active_children())
             self._advanced, self._reported = _SPAWN.Value(ctypes.c_int64, 0), 0
             task_bytes = max(_LEAST_TASK_BYTES, machine_memory() // self.workers)
             self._pool = ProcessPoolExecutor(
@@ -193,14 +193,6 @@ class LocalEngine(Engine):
                 initargs=(self._advanced, task_bytes),
             )
         return self._pool
-
-    def _newly_advanced(self) -> int:
-        """Count the workers' progress since the last call."""
-        if self._advanced is None:
-            return 0
-        # Without the lock, which a killed worker may hold.
-        before, self._reported = self._reported, self._advanced.get_obj().value
-        return self._reported - before
 
 
 def _run_task(function: Callable[[Task], Result], task: Task) -> Result:

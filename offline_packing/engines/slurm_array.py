@@ -7,8 +7,8 @@ folder; when all ranks are done, running the stage once more completes it (launc
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError
@@ -32,9 +32,6 @@ class SlurmEngine(LocalEngine):
         super().__init__(workers)
         self.rank, self.world_size = find_rank(os.environ)
         logger.info("rank %d of %d", self.rank, self.world_size)
-
-    def share(self, tasks: Iterable[Any]) -> list[Any]:
-        return [task for task in tasks if task.number % self.world_size == self.rank]
 
 
 def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, open_table
+from offline_packing.index.table import INDEX_SCHEMA, Index, open_table
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.files import is_remote
 from task_encoders.families.base.cost import ModelCost
@@ -167,25 +167,6 @@ def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
     keys = pc.if_else(pa.array(copies > 0), named, table["key"])
     place = table.schema.get_field_index("key")
     return table.set_column(place, table.schema.field(place), keys)
-
-
-def hash_keys(samples: Index, ids: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
-    """Return (num_ids,) `key_hash` of samples' keys; `copies` (num_ids,) as in `name_copies`, if
-    there are any. Keys of copies, and of parts of a conversation, are hashed again."""
-    hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[ids]
-    is_other = np.zeros(len(ids), bool) if copies is None else copies > 0
-    if samples.info.split:
-        parts = [part["part"].is_valid().to_numpy() for part in samples.parts("part")]
-        is_other |= np.concatenate(parts)[ids]
-    others = np.flatnonzero(is_other)
-    for start in range(0, len(others), SAMPLES_IN_MEMORY):
-        some = others[start : start + SAMPLES_IN_MEMORY]
-        named = name_samples(samples, ids[some])
-        if copies is not None:
-            named = name_copies(named, copies[some])
-        pairs = zip(named["source_id"].to_pylist(), named["key"].to_pylist(), strict=True)
-        hashes[some] = [key_hash(*pair) for pair in pairs]
-    return hashes
 
 
 def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[list[SampleIds]]:

@@ -3,11 +3,9 @@ not packed for it. `container` writes and reads the shards.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from offline_packing.errors import ChangedError
-from offline_packing.layouts.energon_metadata import METADATA_FILES
 from offline_packing.layouts.shards import PlannedSample, ShardTask, trees_of
 from offline_packing.layouts.unfit import Grids, Model, Sizes
 from offline_packing.sources import Locator, Source
@@ -25,8 +23,6 @@ class Layout:
     """Packs as the task encoder here reads them. Stateless: tasks name it, and look it up in
     LAYOUTS."""
 
-    #: files that describe all shards, relative to the output
-    METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
     #: whether all samples of a pack must have images, or videos, or neither
     ONE_MEDIUM: ClassVar[bool] = False
 
@@ -59,24 +55,25 @@ class Layout:
         """Return a pack's members: the media in order, unless the pack refers to them, and the
         JSON. Raises StageError if a sample changed since it was measured."""
         media, places = list[bytes](), list[Place]()
+        subs, names = list[PackedSubSample](), list[str]()
         for one in samples:
+            own, extensions = one.own(one.media), one.own(one.extensions)
             if task.refers:
-                places += [place_of(task.sources[one.source_id], one, at) for at in one.own_media]
+                places += [place_of(task.sources[one.source_id], one, at) for at in own]
             else:
-                media += task.read_media(one, one.own_media)
-        subs = [
-            PackedSubSample(task.read_sample(one), one.own_extensions, one.num_tokens)
-            for one in samples
-        ]
+                media += task.read_media(one, own)
+            subs.append(PackedSubSample(task.read_sample(one), extensions, one.num_tokens))
+            names += extensions
         trees = [tree for tree in trees_of(samples) if tree.num_samples > 1]
         record = pack_json(
             subs, task.task, trees=trees, generation=task.generation, media=media, places=places
         )
-        names = media_part_names([name for one in samples for name in one.own_extensions])
-        return [*zip(names if media else (), media, strict=True), (JSON_PART, record)]
+        parts = media_part_names(names) if media else ()
+        return [*zip(parts, media, strict=True), (JSON_PART, record)]
 
-    def describe(self, folder: Path, manifest: Manifest) -> None:
-        """Change Energon's metadata in a folder to what its reader takes."""
+    def metadata(self, manifest: Manifest) -> dict[str, bytes]:
+        """Return the files of .nv-meta that its reader takes instead of Energon's, by name."""
+        return {}
 
 
 def place_of(source: Source, sample: PlannedSample, at: Locator) -> Place:

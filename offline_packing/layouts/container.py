@@ -54,34 +54,37 @@ def shard_file(shard_name: str) -> str:
 def write_shard(task: ShardTask) -> ShardFragment:
     """Write a shard; no file has its final name before it is complete. Raises StageError."""
     name = shard_file(task.shard.name)
-    path = task.folder / name
+    path, num_tokens = task.folder / name, 0
     with atomic_file(path) as file:
         writer = TarShardWriter(file)
         for key, samples in task.packs(with_media=not task.refers):
             writer.add(key, LAYOUTS[task.layout].members(task, samples))
             for sample in samples:
                 task.check_unchanged(sample)
+                num_tokens += sample.num_tokens - sample.branches * sample.prefix_tokens
         digest = writer.finish()
     write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
-    num_tokens = int(pc.sum(task.samples["num_tokens"]).as_py() or 0)
-    if "branches" in task.samples.column_names:  # of a trunk, once
-        again = pc.multiply(task.samples["prefix_tokens"], task.samples["branches"])
-        num_tokens -= int(pc.sum(again).as_py())
     split, num_samples = task.shard.split, len(task.samples)
     return ShardFragment(name, split, num_samples, num_tokens, writer.size, digest, writer.entries)
 
 
-def describe(folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
-    """Write Energon's metadata for all shards of an output into `folder`. The manifest lacks only
-    the hashes of these files; `fragments` are of all shards, in order."""
+def describe(folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> list[str]:
+    """Write Energon's metadata for all shards of an output into `folder`; return the names of the
+    files. The manifest lacks only their hashes; `fragments` are of all shards, in order."""
     splits: dict[str, list[str]] = {split: [] for split in manifest.counts.packs}
     for shard in manifest.shards:
         splits[shard.split].append(shard.name)
     shards = read_each(folder, ShardFragment.load, fragments)
     packs = ((shard.name, shard.packs) for shard in shards)
-    identity = {"content_hash": manifest.content_hash, "generation": manifest.generation}
-    write_energon_metadata(folder, manifest.task, splits, packs, **identity)
-    LAYOUTS[manifest.layout].describe(folder, manifest)
+    return write_energon_metadata(
+        folder,
+        manifest.task,
+        splits,
+        packs,
+        content_hash=manifest.content_hash,
+        generation=manifest.generation,
+        instead=LAYOUTS[manifest.layout].metadata(manifest),
+    )
 
 
 def files_of(fragment: ShardFragment) -> dict[str, str]:
@@ -117,20 +120,15 @@ def _pack(folder: Path, entry: PackEntry, data: bytes) -> Pack:
 
 def remove_shards(folder: Path) -> None:
     """Remove all shards and what describes them."""
-    _remove_tars(folder)
-    for path in list(folder.iterdir()):
-        if _FOLDER.fullmatch(path.name) and path.is_dir():
-            _remove_tars(path)
-            with suppress(OSError):  # it holds files of others
-                path.rmdir()
-    remove_folder(folder / ".nv-meta")
-    remove_path(folder / MEDIA_ROOTS)
-
-
-def _remove_tars(folder: Path) -> None:
-    for path in list(folder.iterdir()):
+    inner = [path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    for path in [path for at in (folder, *inner) for path in at.iterdir()]:
         if _SHARD.fullmatch(path.name):
             path.unlink()
+    for at in inner:
+        with suppress(OSError):  # it holds files of others
+            at.rmdir()
+    remove_folder(folder / ".nv-meta")
+    remove_path(folder / MEDIA_ROOTS)
 
 
 def media_roots(sources: Sequence[SourceOptions]) -> bytes:

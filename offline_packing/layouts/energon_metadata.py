@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import orjson
@@ -54,16 +55,6 @@ from task_encoders.versions import SUPPORTED, require_supported
 
 #: Named in every split.yaml, empty or not: `energon lint` asks for all of them.
 _DEFAULT_SPLITS: Final = ("train", "val", "test")
-
-#: Files of .nv-meta.
-METADATA_FILES: Final = (
-    "dataset.yaml",
-    "sample_loader.py",
-    "split.yaml",
-    ".info.json",
-    "index.sqlite",
-    "index.uuid",
-)
 
 #: Version of Energon whose tables and files these are.
 ENERGON_VERSION: Final = "7.4.1"
@@ -133,20 +124,18 @@ def write_energon_metadata(
     *,
     content_hash: str,
     generation: str = "",
-) -> None:
-    """Write .nv-meta into the folder with the shards and their .tar.idx. `splits` holds the file
-    names of the shards of each split, `packs` the name and packs of each shard, in order, drawn
-    once; `content_hash` changes when any shard does; `generation` is the packs' own, if they have
-    one."""
+    instead: Mapping[str, bytes] = MappingProxyType({}),
+) -> list[str]:
+    """Write .nv-meta into the folder with the shards and their .tar.idx; return the names of its
+    files, relative to the folder. `splits` holds the file names of the shards of each split,
+    `packs` the name and packs of each shard, in order, drawn once; `content_hash` changes when any
+    shard does; `generation` is the packs' own, if they have one. `instead` holds files for other
+    readers by name, in place of these or besides them."""
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)
     remove_temporaries(meta)  # a database that a killed run left may be large
     parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
-    split = {"split_parts": parts, "exclude": []}
-    identity = str(uuid.uuid5(_NAMESPACE, content_hash))
     counts = _write_sqlite(meta / "index.sqlite", packs)
-    info = {"energon_version": ENERGON_VERSION, "shard_counts": counts}
-    write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
     # Energon gives these to every sample, and readers compare them with each pack.
     subflavors = {"offline_packing": task, "generation": generation}
     dataset = {
@@ -158,18 +147,24 @@ def write_energon_metadata(
         "sample_loader": "sample_loader.py:sample_loader",
         "subflavors": {name: one for name, one in subflavors.items() if one},
     }
-    write_atomically(meta / "dataset.yaml", yaml_bytes(dataset))
-    write_atomically(meta / "split.yaml", yaml_bytes(split))
-    write_atomically(meta / "index.uuid", identity.encode())
-    write_atomically(meta / ".info.json", to_json(info))
+    contents = {
+        "sample_loader.py": _SAMPLE_LOADER.encode(),
+        "dataset.yaml": yaml_bytes(dataset),
+        "split.yaml": yaml_bytes({"split_parts": parts, "exclude": []}),
+        "index.uuid": str(uuid.uuid5(_NAMESPACE, content_hash)).encode(),
+        ".info.json": to_json({"energon_version": ENERGON_VERSION, "shard_counts": counts}),
+        **instead,
+    }
+    for name, content in contents.items():
+        write_atomically(meta / name, content)
+    return [f".nv-meta/{name}" for name in ("index.sqlite", *contents)]
 
 
-def describe_anew(folder: Path, dataset: Mapping[str, Any], manifest: Manifest) -> None:
-    """Replace dataset.yaml, and write what Energon 5.0 reads instead of .info.json."""
+def metadata_of_5_0(dataset: Mapping[str, Any], manifest: Manifest) -> dict[str, bytes]:
+    """Return another dataset.yaml, and the file that Energon 5.0 reads instead of .info.json."""
     counts = {shard.name: shard.packs for shard in manifest.shards}
     contents = {"dataset.yaml": dataset, ".info.yaml": {"shard_counts": counts}}
-    for name, content in contents.items():
-        write_atomically(folder / ".nv-meta" / name, yaml_bytes(content))
+    return {name: yaml_bytes(content) for name, content in contents.items()}
 
 
 def yaml_bytes(content: Mapping[str, Any]) -> bytes:

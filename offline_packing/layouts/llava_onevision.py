@@ -14,14 +14,13 @@ orientation; the number of tokens is the same.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import orjson
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout, Member
-from offline_packing.layouts.energon_metadata import describe_anew
+from offline_packing.layouts.energon_metadata import metadata_of_5_0
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.layouts.unfit import (
     Model,
@@ -36,7 +35,6 @@ from offline_packing.layouts.unfit import (
     has_thin_image,
     is_not_plain,
 )
-from offline_packing.storage.files import write_atomically
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn, place_media
@@ -92,7 +90,6 @@ class LlavaOneVisionLayout(Layout):
     #: the images of a pack, in `_SAMPLE_LOADER`
     IMAGES: ClassVar[str] = 'parts[name] for name in record["images"]'
     RULES: ClassVar[Sequence[Rule]] = _RULES
-    METADATA: ClassVar[Sequence[str]] = (*Layout.METADATA, ".nv-meta/.info.yaml")
 
     def check(self, task: str, family: str) -> None:
         if task not in self.TASKS:
@@ -137,7 +134,7 @@ class LlavaOneVisionLayout(Layout):
             prompt = IMAGE_PLACEHOLDER + prompt
         return replace(sample, turns=(Turn(prompt, answer),), system=None)
 
-    def describe(self, folder: Path, manifest: Manifest) -> None:
+    def metadata(self, manifest: Manifest) -> dict[str, bytes]:
         dataset = {
             "sample_type": {
                 "__module__": "aiak_training_llm.data.multimodal",
@@ -147,8 +144,7 @@ class LlavaOneVisionLayout(Layout):
             "sample_loader": "sample_loader.py:sample_loader",
         }
         loader = _SAMPLE_LOADER.replace("IMAGES", self.IMAGES)
-        write_atomically(folder / ".nv-meta/sample_loader.py", loader.encode())
-        describe_anew(folder, dataset, manifest)
+        return {"sample_loader.py": loader.encode(), **metadata_of_5_0(dataset, manifest)}
 
 
 class LlavaOneVision2Layout(LlavaOneVisionLayout):

@@ -15,15 +15,14 @@ Captions are `packed_captioning`, in its phase pretrain: the llava_onevision lay
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from offline_packing.layouts.base import Layout, Member
-from offline_packing.layouts.energon_metadata import describe_anew
+from offline_packing.layouts.energon_metadata import metadata_of_5_0
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.layouts.unfit import (
@@ -75,7 +74,6 @@ _SIDE: Final = 28
 class LoongForgeLayout(Layout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
-    METADATA: ClassVar[Sequence[str]] = (*Layout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 
     def check(self, task: str, family: str) -> None:
@@ -125,7 +123,7 @@ class LoongForgeLayout(Layout):
     def stored_form(self, sample: SourceSample) -> SourceSample:
         return _CAPTIONS.stored_form(sample) if sample.task == "captioning" else sample
 
-    def describe(self, folder: Path, manifest: Manifest) -> None:
+    def metadata(self, manifest: Manifest) -> dict[str, bytes]:
         task = manifest.task
         sample_type = "packed_captioning" if task == "captioning" else "packed_chat_mix"
         dataset = {
@@ -133,7 +131,7 @@ class LoongForgeLayout(Layout):
             "__class__": "CrudeWebdataset",
             "subflavors": {"sample_type": sample_type, "offline_packing": task},
         }
-        describe_anew(folder, dataset, manifest)
+        return metadata_of_5_0(dataset, manifest)
 
 
 def _token_side(model: Model) -> int:

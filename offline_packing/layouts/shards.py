@@ -32,7 +32,7 @@ from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSou
 from offline_packing.sources.reading.locators import read_ahead
 from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
 from offline_packing.sources.roots.roots import Root
-from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
+from offline_packing.storage.files import hash_bytes, read_json, seal
 from offline_packing.storage.tars import PackEntry, member_size, tar_size
 from task_encoders.field_types import NonNegative
 from task_encoders.packs.manifest import FileName, SplitName
@@ -157,16 +157,12 @@ class ShardFragment:
 
     @property
     def content_hash(self) -> str:
-        """xxh3_128 of the file that `save` writes, without its seal."""
+        """xxh3_128 of the fragment's file without its seal."""
         return hash_bytes(orjson.dumps(self))
 
     def to_bytes(self) -> bytes:
         """Return the content of the fragment's file."""
         return orjson.dumps(seal(orjson.loads(orjson.dumps(self))))
-
-    def save(self, path: Path) -> None:
-        """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
@@ -221,17 +217,9 @@ class PlannedSample:
         """Number of videos among the media; they are the last."""
         return sum(map(is_video_name, self.extensions))
 
-    @property
-    def own_media(self) -> tuple[Locator, ...]:
-        """The media that its pack holds for it: all, or for a branch the media after its prefix."""
-        return self._without_prefix(self.media)
-
-    @property
-    def own_extensions(self) -> tuple[str, ...]:
-        """Their extensions."""
-        return self._without_prefix(self.extensions)
-
-    def _without_prefix(self, of_media: tuple[_Item, ...]) -> tuple[_Item, ...]:
+    def own(self, of_media: tuple[_Item, ...]) -> tuple[_Item, ...]:
+        """Return what belongs to the media that its pack holds for it: to all, or for a branch to
+        the media after its prefix."""
         if not self.branches:
             return of_media
         first = len(of_media) - self.num_videos
@@ -277,11 +265,6 @@ class ShardTask:
     refers: bool = False
     #: whether a file of another modification time is refused
     refuses_edits: bool = True
-
-    @property
-    def number(self) -> int:
-        """Parameters that distinguish the task from the others."""
-        return self.shard.number
 
     @property
     def fragment_path(self) -> Path:

@@ -85,10 +85,9 @@ def require_manifest(root: Path) -> Manifest:
     return manifest
 
 
-def save_manifest(root: Path, manifest: Manifest) -> Manifest:
-    """Write the manifest of an output, which makes it complete; returns it."""
+def save_manifest(root: Path, manifest: Manifest) -> None:
+    """Write the manifest of an output, which makes it complete."""
     write_atomically(root / stored.NAME, _to_bytes(manifest))
-    return manifest
 
 
 def _to_bytes(manifest: Manifest) -> bytes:
@@ -162,8 +161,7 @@ def make_manifest(
     )
     manifest = manifest.model_copy(update={"content_hash": _hash(manifest)})
     folder.mkdir(parents=True, exist_ok=True)
-    describe(folder, manifest, fragments)
-    names = list(LAYOUTS[manifest.layout].METADATA)
+    names = describe(folder, manifest, fragments)
     if config.output.media == "refer":
         there = run.workspace.root / MEDIA_ROOTS
         # Sources need not be there where other files are made again.
@@ -192,9 +190,9 @@ def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[
         "report": True,
         "output": {"path", "overwrite"},
         "pack": {"max_set_aside"},
+        # It decides whether there is an output, not its content.
+        "source": {"__all__": {"text_only"}},
     }
     content = config.model_dump(mode="json", exclude=excluded)
     content["output"]["key_prefix"] = key_prefix
-    for source in content["source"]:
-        source.pop("text_only", None)  # decides whether there is an output, not its content
     return content

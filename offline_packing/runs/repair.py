@@ -15,7 +15,6 @@ from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import (
     is_remote,
-    move_file,
     remove_folder,
     remove_path,
     to_json,
@@ -82,7 +81,7 @@ def accept(workspace: Workspace, recorded: dict[str, str]) -> None:
         if made.exists() and hash_metadata(made) == expected:
             path.parent.mkdir(parents=True, exist_ok=True)
             set_apart(workspace, [name])
-            move_file(made, path)
+            made.replace(path)
             del recorded[name]
 
 

@@ -33,6 +33,7 @@ from offline_packing.sources import Source, open_source
 from offline_packing.sources.roots.roots import RemoteRoot
 from offline_packing.storage.files import (
     hold_lock,
+    is_remote,
     remove_folder,
     remove_path,
     remove_temporaries,
@@ -174,14 +175,12 @@ class Workspace:
             logger.info("%s: %d uploads that were cut off are removed", self.root, count)
 
     def remove_temporaries(self) -> None:
-        """Remove incomplete files of killed runs."""
-        stages = (self.index, self.set_aside, self.files, self.plan, self.write, self.report)
-        own = (self.root, self.nv_meta, self.packing, self.packing / "copies", self.repeated)
-        for folder in (*own, *stages):
-            remove_temporaries(folder)
-        for fragments in self.write.glob("*-*[0-9]"):  # output.shards_per_folder
-            remove_temporaries(fragments)
-            remove_temporaries(self.root / fragments.name)
+        """Remove incomplete files of killed runs. Objects are never incomplete."""
+        if not is_remote(self.root):
+            own = (self.root, self.nv_meta, self.packing, *self.packing.rglob("*/"))
+            shards = (self.root / path.name for path in self.write.glob("*/"))  # in folders
+            for folder in (*own, *shards):
+                remove_temporaries(folder)
 
 
 @dataclass(frozen=True)
@@ -213,11 +212,6 @@ class Run:
     def accepted_fields(self) -> frozenset[str]:
         """Fields of the fingerprint that may differ."""
         return self.accept_mismatch - {MODIFICATION_TIME}
-
-    @property
-    def accepts_edits(self) -> bool:
-        """Whether files may have other modification times than when they were measured."""
-        return MODIFICATION_TIME in self.accept_mismatch
 
     @contextmanager
     def unpacked_files(self) -> Iterator[None]:

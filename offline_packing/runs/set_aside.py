@@ -1,6 +1,7 @@
 """Samples that are set aside: lists, and examples by reason. Too many of them stop a run: a folder
 of pictures that has moved, or a wrong format, must not look like success."""
 
+import csv
 import io
 import math
 from collections import Counter
@@ -9,8 +10,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
@@ -138,14 +137,10 @@ def list_set_aside(
     if as_csv:
         yield "key,source,reason,detail\n"
     for table in read_set_aside(paths, reasons):
-        columns = [column.to_pylist() for column in table.columns]
+        rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
         if as_csv:
-            buffer = io.BytesIO()
-            options = pyarrow.csv.WriteOptions(include_header=False)
-            pyarrow.csv.write_csv(pa.table(columns, table.column_names), buffer, options)
-            yield buffer.getvalue().decode()
+            buffer = io.StringIO()
+            csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(rows)
+            yield buffer.getvalue()
         else:
-            lines = zip(*columns, strict=True)
-            yield "".join(
-                "\t".join(" ".join(text.split()) for text in line) + "\n" for line in lines
-            )
+            yield "".join("\t".join(" ".join(text.split()) for text in row) + "\n" for row in rows)

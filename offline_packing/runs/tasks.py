@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from offline_packing.engines.local import Advance
+from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import name_copies, samples_of_shards
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import (
@@ -105,5 +106,5 @@ def iterate_tasks(
             layout=config.output.layout,
             generation=generation_of(started),
             refers=config.output.media == "refer",
-            refuses_edits=is_output and not run.accepts_edits,
+            refuses_edits=is_output and MODIFICATION_TIME not in run.accept_mismatch,
         )

@@ -57,13 +57,9 @@ def private_folder() -> Path:
     def find() -> list[Path]:
         return sorted(filter(_is_private, parent.glob(f"{prefix}*")))
 
-    found = find()
-    if not found:
-        made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        found = find()
-        if found[0] != made:  # another process made one meanwhile
-            made.rmdir()
-    return found[0]
+    if not find():
+        tempfile.mkdtemp(prefix=prefix, dir=parent)
+    return find()[0]  # of several that processes made at the same time
 
 
 def _is_private(path: Path) -> bool:
@@ -281,16 +277,6 @@ def hash_files(folder: Path, pattern: str) -> dict[str, str]:
     paths = sorted(folder.glob(pattern))
     hashes = read_each(folder, hash_file, paths)
     return {path.name: found for path, found in zip(paths, hashes, strict=True)}
-
-
-def move_file(path: Path, target: Path) -> None:
-    """Rename a file, or upload it; the target is complete or absent."""
-    if is_remote(path) or not is_remote(target):
-        path.replace(target)
-        return
-    with path.open("rb") as file, atomic_file(target) as copy:
-        shutil.copyfileobj(file, copy, _HASHED_BLOCK)
-    path.unlink()
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.storage.streams import DamagedStreamError
+from offline_packing.storage.streams import DamagedStreamError, size_of
 from task_encoders.packs.pack_format import index_of_key
 from task_encoders.storage.paths import REMEDY, plain_name, read_range
 
@@ -65,9 +65,7 @@ class TarReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._end = file.seek(0, 2) if file.seekable() else None
-        if self._end is not None:
-            file.seek(0)
+        self._end = size_of(file) if file.seekable() else None
         self._position = 0
         #: whether the last yielded member was complete
         self.member_complete = True
@@ -112,19 +110,12 @@ class TarReader:
 
     def _after_end_marker(self) -> bytes:
         """Read the first header of a tar that was appended (`cat a.tar b.tar`); empty: padding."""
-        size = _BLOCK if self._end is None else _SKIP
-        zeros = bytes(size)
-        while piece := self._file.read(size):
-            if piece != zeros and (text := piece.lstrip(b"\0")):
-                start = (len(piece) - len(text)) // _BLOCK * _BLOCK
-                block = piece[start : start + _BLOCK]
-                self._position += start + len(block)
+        while block := self._file.read(_BLOCK):
+            self._position += len(block)
+            if block != bytes(len(block)):
                 if len(block) < _BLOCK:
                     raise DamagedStreamError(f"the tar ends with {len(block)} bytes of no member")
-                if self._end is not None:
-                    self._file.seek(self._position)
                 return block
-            self._position += len(piece)
         return b""
 
     def _take(self, size: int, what: str) -> bytes:
@@ -225,9 +216,7 @@ class TarShardWriter:
         if (unsent := self.size - self._sent) >= _WRITEBACK_BYTES:
             self._file.flush()
             # Linux sends bytes to the disk that are no longer needed; the last sync is then short.
-            if hasattr(os, "posix_fadvise"):
-                advice = os.POSIX_FADV_DONTNEED
-                os.posix_fadvise(self._file.fileno(), self._sent, unsent, advice)
+            os.posix_fadvise(self._file.fileno(), self._sent, unsent, os.POSIX_FADV_DONTNEED)
             self._sent = self.size
 
     def finish(self) -> str:

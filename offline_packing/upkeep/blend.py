@@ -25,6 +25,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.online.ranks.pack_costs import artifacts_of
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.warnings import Hashes, count_shared, hashes_of
+from offline_packing.storage.receipts import changed_fields
 from task_encoders.packs.manifest import Manifest
 from task_encoders.settings import describe_change
 from task_encoders.storage.energon_paths import energon_url
@@ -61,14 +62,13 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
         settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model
     root, first = next(iter(settings.items()))
     for other, own in settings.items():
-        for name in sorted({*first, *own}):
-            if first.get(name) != own.get(name):
-                models = (outputs[one].config.get("model", {}) for one in (root, other))
-                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
-                raise StageError(
-                    f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
-                    "them again with the settings of the other"
-                )
+        for name in changed_fields(first, own):
+            models = (outputs[one].config.get("model", {}) for one in (root, other))
+            was, has = describe_change(name, (first.get(name), own.get(name)), *models)
+            raise StageError(
+                f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of them "
+                "again with the settings of the other"
+            )
     _warn_of_shared_samples(outputs)
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
@@ -128,12 +128,9 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
         raise
     except StageError:  # it was copied without them
         return {}
-    found, first = dict[str, _Hashes](), 0
-    if plan.num_packs != sum(manifest.counts.packs.values()):
-        return {}
-    for split, count in manifest.counts.packs.items():
-        bounds = plan.pack_offsets[[first, first := first + count]]
-        chosen = np.zeros(samples.info.num_samples, bool)
-        chosen[plan.sample_ids[slice(*bounds)]] = True
-        found[split] = partial(hashes_of, samples, chosen=chosen)
-    return found
+    chosen = {split: np.zeros(samples.info.num_samples, bool) for split in manifest.counts.packs}
+    first = 0
+    for shard in manifest.shards:  # in the order of the plan
+        bounds = plan.pack_offsets[[first, first := first + shard.packs]]
+        chosen[shard.split][plan.sample_ids[slice(*bounds)]] = True
+    return {split: partial(hashes_of, samples, chosen=own) for split, own in chosen.items()}

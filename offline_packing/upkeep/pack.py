@@ -12,7 +12,6 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
-from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_set_aside
 from offline_packing.runs.warnings import run_warnings
@@ -74,8 +73,7 @@ def pack(
         stack.enter_context(run.workspace.lock(shared=engine.IS_SHARED))
         if deep:
             check_deep(config)
-        measure(run)
-        samples = open_index(run)
+        samples = measure(run)
         made = plan(run, samples)
         warnings = tuple(run_warnings(config, samples, made.packs))
         for line in warnings:

@@ -25,8 +25,8 @@ from offline_packing.storage.receipts import (
 )
 from task_encoders.storage.paths import REMEDY
 
-#: Without these, the shards can still be compared with the plan.
-_ASIDE: Final = (
+#: Beginnings of names of files without which the shards can still be compared with the plan.
+ASIDE: Final = (
     "_packing/set_aside/",
     "_packing/files/",
     "_packing/plan/set_aside.parquet",
@@ -43,11 +43,6 @@ class Damage:
     #: relative to the output
     name: str
     text: str
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether the shards can still be compared with the plan."""
-        return self.name.startswith(_ASIDE)
 
     def __str__(self) -> str:
         return f"{self.name} {self.text}; {REMEDY}"
@@ -107,7 +102,7 @@ def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True
         for name, expected in recorded.items():
             if shards or not (name.endswith(_OF_SHARDS) or name.startswith("_packing/write/")):
                 checks.append(FileCheck(at.root, name, expected, at.name_of(path), len(checks)))
-    own = list(run.engine.share(checks))
+    own = run.engine.share(checks)
     with run.bar("verify", len(own), "file") as bar:
         for one in run.engine.run(check_file, own):
             bar.update(1)

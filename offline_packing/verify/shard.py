@@ -13,7 +13,7 @@ from pydantic import InstanceOf
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError, as_sample_error
-from offline_packing.index.table import Index, key_hash
+from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.container import read_pack, read_packs, shard_file
 from offline_packing.layouts.shards import (
@@ -41,7 +41,6 @@ from task_encoders.packs.pack import (
 )
 from task_encoders.packs.pack_format import Tree
 from task_encoders.packs.stored_media import StoredMedia
-from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample
 
 if TYPE_CHECKING:
@@ -81,8 +80,6 @@ class VerifyResult:
     num_in_source: int = 0
     #: the first problems
     problems: list[str] = field(default_factory=list)
-    #: key_hash of every sample found: one array per pack
-    key_hashes: list[_Hashes] = field(default_factory=list, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -95,16 +92,6 @@ class VerifyResult:
         self.num_repairable += repairable
         if len(self.problems) < _KEPT:
             self.problems.append(text)
-
-    def compared(
-        self, split: str, images: Sequence[bytes], videos: Sequence[bytes], num_tokens: int
-    ) -> None:
-        """Count a sub-sample that was compared with its source."""
-        hashes = [xxhash.xxh3_64_intdigest(data) for data in (*images, *videos)]
-        self.media_hashes.append((split, np.array(hashes, np.uint64)))
-        self.num_images += len(images)
-        self.num_videos += len(videos)
-        self.num_tokens += num_tokens
 
     def add(self, other: "VerifyResult") -> None:
         """Add the findings of another check."""
@@ -123,13 +110,8 @@ class VerifyTask:
     pack: PackConfig
     model: ModelOptions
     deep: bool
-    #: of the shard's files; none if these are some packs of their shard
+    #: of the shard's files; none if these are some packs of their shard, not all
     checks: Sequence[FileCheck] = ()
-
-    @property
-    def is_part(self) -> bool:
-        """Whether the shard is not checked as a whole."""
-        return not self.checks
 
 
 def verify_tasks(
@@ -178,7 +160,7 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     planned = task.shard.packs()
     folder = task.shard.folder
     stored: Iterator[Pack] = (read_pack(folder, name, key) for key in keys)
-    if not task.is_part:
+    if task.checks:
         stored = read_packs(folder, folder / name)
     try:
         with task.shard.rows_at_hand() if task.deep else nullcontext():
@@ -197,8 +179,8 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     if next(planned, None) is not None:
         report.problem(f"{name} does not hold all packs up to {keys[-1]}")
     counts = task.expected.samples, task.expected.tokens
-    is_whole = not (report.num_problems or task.is_part)
-    if is_whole and (report.num_samples, report.num_row_tokens) != counts:
+    is_fine = task.checks and not report.num_problems
+    if is_fine and (report.num_samples, report.num_row_tokens) != counts:
         text = "manifest.json: {} does not hold {:,} samples and {:,} tokens"
         report.problem(text.format(name, *counts))
 
@@ -232,8 +214,6 @@ def _pack_problems(
     padded = sum(-(-length // multiple) * multiple for length in in_row)
     if padded > room:
         yield f"{padded} tokens > seq_length {room}"
-    hashes = [key_hash(sample.source_id, sample.key) for sample in samples]
-    report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(samples)
     report.num_row_tokens += sum(in_row)
     from_row = _from_rows(task, stored, pack.trees)
@@ -272,17 +252,6 @@ def _from_rows(
             yield [str(error)] * tree.num_samples
 
 
-def _differing(sample: EncodedSample, found: "PackedRow") -> list[str]:
-    """Name the fields in which a sample from a row differs from the sample encoded alone."""
-    import torch
-
-    from task_encoders.concatenate import concatenate
-
-    alone = concatenate([sample], pad_token_id=0, pixel_transport="uint8")
-    others = found.tensors()
-    return [name for name, own in alone.tensors().items() if not torch.equal(own, others[name])]
-
-
 def _sub_sample_problem(
     task: VerifyTask,
     sample: PlannedSample,
@@ -298,10 +267,13 @@ def _sub_sample_problem(
     counts = (len(sample.media), sample.num_videos)
     if (len(sub.media), len(sub.videos)) != counts or any(one not in media for one in sub.media):
         return "its media are not those that were measured"
-    if not task.deep:
-        return _stored_problem(sub, media)
-    encoder, is_same = open_encoder(task.model), False
+    is_same = False
     try:
+        if not task.deep:
+            if isinstance(media, StoredMedia):  # open what the pack only refers to
+                for name in sub.media:
+                    media.check(name)
+            return None
         images = [media[name] for name in sub.images]
         videos = [media[name] for name in sub.videos]
         measured = task.shard.read_sample(sample)
@@ -315,7 +287,7 @@ def _sub_sample_problem(
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         is_same = True
-        encoded = encoder.encode(sub, images, videos)
+        encoded = open_encoder(task.model).encode(sub, images, videos)
     except (StageError, PackFormatError, MissingPyAVError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - of this sample
@@ -326,22 +298,20 @@ def _sub_sample_problem(
         places = ", ".join(sorted({medium.container for medium in sample.media}))
         return f"{problem}; the source has the same bytes: repair or remove the sample in {places}"
     num_tokens = len(encoded.tokens)
-    report.compared(task.shard.shard.split, images, videos, num_tokens)
+    hashes = [xxhash.xxh3_64_intdigest(data) for data in (*images, *videos)]
+    report.media_hashes.append((task.shard.shard.split, np.array(hashes, np.uint64)))
+    report.num_images += len(images)
+    report.num_videos += len(videos)
+    report.num_tokens += num_tokens
     if num_tokens != sample.num_tokens:
         return f"encodes to {num_tokens} tokens, measured {sample.num_tokens}"
     if part is None or isinstance(part, str):
         return part
-    names = " and ".join(_differing(encoded, part))
+    import torch
+
+    from task_encoders.concatenate import concatenate
+
+    alone = concatenate([encoded], pad_token_id=0, pixel_transport="uint8").tensors()
+    found = part.tensors()
+    names = " and ".join(name for name, own in alone.items() if not torch.equal(own, found[name]))
     return f"from its tree it has other {names} than alone" if names else None
-
-
-def _stored_problem(sub: SourceSample, media: Mapping[str, bytes]) -> str | None:
-    """Open the media that a pack only refers to."""
-    if not isinstance(media, StoredMedia):
-        return None
-    try:
-        for name in sub.media:
-            media.check(name)
-    except (StageError, PackFormatError) as error:
-        return str(error)
-    return None

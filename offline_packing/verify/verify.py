@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import count_packed, record_counts, shared_contents
-from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
 from offline_packing.layouts.container import shard_file
 from offline_packing.layouts.energon_metadata import check_energon
@@ -34,9 +34,10 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.repair import start_repair
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
+from offline_packing.runs.warnings import count_shared
 from offline_packing.storage.files import remove_path
 from offline_packing.storage.receipts import STAGES, receipt_path
-from offline_packing.verify.damage import find_damage
+from offline_packing.verify.damage import ASIDE, find_damage
 from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import REMEDY
@@ -50,27 +51,16 @@ class Drawn:
     amount: float
     seed: int = 0
 
-    def packs(self, plan: PackPlan) -> npt.NDArray[np.int64]:
-        """Draw the numbers of the packs, ascending."""
+    def shards(self, plan: PackPlan, shards: Sequence[PlannedShard]) -> list[PlannedShard]:
+        """Draw packs; return the shard of each, cut to this pack, in the order of the plan."""
         wanted = self.amount * (len(plan.sample_ids) if self.amount < 1 else 1)
         order = np.random.default_rng(self.seed).permutation(plan.num_packs)
         ends = np.cumsum(np.diff(plan.pack_offsets)[order])
-        return np.sort(order[: int(np.searchsorted(ends, wanted)) + 1])
-
-    def shards(self, plan: PackPlan, shards: Sequence[PlannedShard]) -> list[PlannedShard]:
-        """Return the shards of these packs, cut to one pack each."""
-        firsts = np.array([shard.first_pack for shard in shards])
-        packs = self.packs(plan)
-        owners = np.searchsorted(firsts, packs, side="right") - 1
-        pairs = zip(owners.tolist(), packs.tolist(), strict=True)
+        packs = np.sort(order[: int(np.searchsorted(ends, wanted)) + 1])
+        owners = np.searchsorted([one.first_pack for one in shards], packs, side="right") - 1
         return [
-            replace(
-                shards[owner],
-                number=number,
-                first_pack=pack,
-                num_packs=1,
-            )
-            for number, (owner, pack) in enumerate(pairs)
+            replace(shards[owner], number=number, first_pack=pack, num_packs=1)
+            for number, (owner, pack) in enumerate(zip(owners, packs.tolist(), strict=True))
         ]
 
 
@@ -113,7 +103,7 @@ def verify(
     damage = find_damage(run, STAGES[:-1], shards=hash_only)
     for one in damage:
         total.problem(str(one), repairable=True)
-    in_the_way = [one.name for one in damage if not one.is_aside]
+    in_the_way = [one.name for one in damage if not one.name.startswith(ASIDE)]
     if in_the_way:
         text = f"the shards were not read, since {in_the_way[0]} is damaged"
         total.problem(text, repairable=True)
@@ -156,13 +146,10 @@ def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyRes
     """Check the promise of `pack.order.uniform` for each step, from the manifest alone."""
     if layout is None or not layout.uniform:
         return
-    media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
-    first = 0
-    for split, size in manifest.counts.packs.items():
-        mixed = layout.mixed_steps(media[first : first + size])
-        first += size
-        total.num_steps += size // layout.num_ranks
-        if mixed:
+    for split, shards in itertools.groupby(manifest.shards, attrgetter("split")):
+        media = np.concatenate([shard.media_of_packs() for shard in shards])
+        total.num_steps += len(media) // layout.num_ranks
+        if mixed := layout.mixed_steps(media):
             total.problem(
                 f"{mixed:,} steps of split {split} mix packs with and without images, or lack "
                 "some, for the ranks of pack.order"
@@ -194,11 +181,8 @@ def _check_apart(
     hashes: Mapping[str, Sequence[npt.NDArray[np.uint64]]], found: str, total: VerifyResult
 ) -> None:
     """Check that no hash is in two splits."""
-    none = np.empty(0, np.uint64)
-    different = {name: np.unique(np.concatenate([none, *own])) for name, own in hashes.items()}
-    for (one, own), (other, others) in itertools.combinations(different.items(), 2):
-        count = len(np.intersect1d(own, others, assume_unique=True))
-        if count:
+    for (one, own), (other, others) in itertools.combinations(hashes.items(), 2):
+        if count := count_shared(own, others)[0]:
             total.apart = ""
             total.problem(f"{count:,} {found} stand in splits {one} and {other}")
 
@@ -239,30 +223,17 @@ def _require_complete(run: Run) -> Manifest:
 def _check_each_once(
     samples: Index, plan: PackPlan, shards: Sequence[PlannedShard], total: VerifyResult
 ) -> None:
-    """Check that the samples of the plan, and no others, are found, each once."""
-    first = [plan.pack_offsets[shard.first_pack] for shard in shards]
-    last = [plan.pack_offsets[shard.first_pack + shard.num_packs] for shard in shards]
-    places = [slice(0, 0), *map(slice, first, last)]
-    copies = plan.copy_numbers()
-    numbers = None if copies is None else np.concatenate([copies[some] for some in places])
-    chosen = np.concatenate([plan.sample_ids[some] for some in places])
-    expected = np.sort(hash_keys(samples, chosen, numbers))
-    found = np.sort(np.concatenate([*total.key_hashes, np.empty(0, np.uint64)]))
+    """Check that the plan holds each sample once, and that its samples are in their packs: those
+    that were counted, as each pack is compared with its own."""
     is_packed = np.zeros(samples.info.num_samples, bool)
     is_packed[plan.sample_ids] = True
     if len(plan.sample_ids) - int(is_packed.sum()) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
-    repeated = _num_repeated(found) - _num_repeated(expected)
-    if repeated or not np.array_equal(expected, found):
-        lost = len(np.setdiff1d(expected, found))
-        total.problem(
-            f"{lost:,} samples are in no pack, {repeated:,} in more than one",
-            repairable=total.num_repairable > 0,  # of damaged shards
-        )
-
-
-def _num_repeated(ordered: npt.NDArray[np.uint64]) -> int:
-    return int(np.count_nonzero(ordered[1:] == ordered[:-1]))
+    sizes = np.diff(plan.pack_offsets)
+    planned = sum(sizes[one.first_pack : one.first_pack + one.num_packs].sum() for one in shards)
+    if lost := planned - total.num_samples:
+        of_damaged_shards = total.num_repairable > 0
+        total.problem(f"{lost:,} samples are in no pack", repairable=of_damaged_shards)
 
 
 def render_result(

@@ -154,16 +154,15 @@ class Write(Stage):
         if manifest is None or (path.exists() and is_repairing(at)):
             return
         content = media_roots(self.run.config.source)
-        if (found := hash_bytes(content)) == recorded and path.exists():
+        if (found := hash_bytes(content)) == recorded:
             return
         write_atomically(path, content)
-        if found != recorded:
-            paths = ", ".join(source.path for source in self.run.config.source)
-            logger.info("write: the packs now refer to media in %s; verify opens them", paths)
-            metadata = {**manifest.metadata, MEDIA_ROOTS: found}
-            save_manifest(at.root, manifest.model_copy(update={"metadata": metadata}))
-            files = {MEDIA_ROOTS: found, at.manifest.name: hash_file(at.manifest)}
-            replace(receipt, files={**receipt.files, **files}).save(at.packing, self.name)
+        paths = ", ".join(source.path for source in self.run.config.source)
+        logger.info("write: the packs now refer to media in %s; verify opens them", paths)
+        metadata = {**manifest.metadata, MEDIA_ROOTS: found}
+        save_manifest(at.root, manifest.model_copy(update={"metadata": metadata}))
+        files = {MEDIA_ROOTS: found, at.manifest.name: hash_file(at.manifest)}
+        replace(receipt, files={**receipt.files, **files}).save(at.packing, self.name)
 
 
 def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
@@ -195,7 +194,7 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
         write_atomically(failed, str(error).encode())
         return task.shard.name, str(error)
     _check_in_place(task)
-    fragment.save(task.fragment_path)
+    write_atomically(task.fragment_path, fragment.to_bytes())
     failed.unlink(missing_ok=True)
     return task.shard.name, None
 

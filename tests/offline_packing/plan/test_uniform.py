@@ -50,6 +50,13 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_splits_in_any_order(world: World) -> None:
+    """A manifest sorts their names; packs are in the order of the configuration."""
+    output = {"split": {"val": 0.2, "train": 0.5, "test": 0.3}, "packs_per_shard": 5}
+    result = verify(world.run(dialogues, pack=PACK, output=output))
+    assert (result.problems, result.num_steps) == ([], result.num_packs // 4)
+
+
 def test_fewer_packs_than_ranks(world: World, tmp_path: Path) -> None:
     """No step has a pack for every rank; shares of time that ranks wait would say 0."""
     pack = {"seq_length": 200, "order": {"num_ranks": 1000}}

@@ -142,6 +142,10 @@ def test_outputs_that_share_samples_are_a_warning(
     blend([first, other])
     shared = rf"{first}: \d+ of \d+ images and videos in split val are in the train split of "
     assert re.search(shared + str(other), caplog.text)
+    caplog.clear()
+    split = {"split": {"train": 0.6, "val": 0.2, "test": 0.2}}  # which a manifest sorts
+    blend([output(tmp_path, n, 60, output={"key_prefix": n, **split}) for n in ("d", "e")])
+    assert "images and videos in split" not in caplog.text
 
 
 def test_stages_of_one_index_share_what_both_chose(

@@ -24,10 +24,11 @@ from offline_packing.engines.slurm_array import SlurmEngine
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.report.report import report
-from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
+from offline_packing.runs.tasks import plan_shards
 from offline_packing.storage import receipts
 from offline_packing.storage.files import hash_file, seal, to_json
 from offline_packing.storage.receipts import receipt_path
@@ -417,7 +418,8 @@ def test_samples_drawn_at_random(world: World) -> None:
     assert 12 <= some.num_samples == some.num_images < 40
     packs = open_plan(run).packs
     assert verify(run, drawn=Drawn(0.999)).num_packs == packs.num_packs > some.num_packs
-    assert len({tuple(Drawn(12, seed).packs(packs)) for seed in (0, 0, 1, 2)}) > 1
+    shards = plan_shards(run, open_index(run), packs)
+    assert len({tuple(Drawn(12, seed).shards(packs, shards)) for seed in (0, 0, 1, 2)}) > 1
 
 
 def test_a_picture_that_is_damaged_in_the_source_is_named_as_such(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from offline_packing.storage.files import (
     hash_bytes,
     hash_file,
     load_array,
-    move_file,
     remove_folder,
     scratch_folder,
     write_atomically,
@@ -71,7 +70,7 @@ def test_paths_are_read_and_written_as_local_ones(folder: Path) -> None:
         assert file.read(1000) == LARGE[100:1100]
     write_atomically(folder / "b/y.json", b"other")
     assert pickle.loads(pickle.dumps(folder / "b/y.json")).read_bytes() == b"other"
-    move_file(folder / "b/y.json", folder / "z.json")
+    (folder / "b/y.json").replace(folder / "z.json")
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["x.bin", "z.json"]
     (folder / "z.json").unlink()
     (folder / "z.json").unlink(missing_ok=True)
