@@ -32,7 +32,7 @@ from offline_packing.planner.ranks.deal import BLOCK, PackCosts, deal_steps
 from offline_packing.planner.samples import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from task_encoders.field_types import Count, NonNegative, checked
-from task_encoders.loading.schedule import Stretch
+from task_encoders.loading.schedule import Epoch, Stretch
 
 logger = logging.getLogger(__name__)
 
@@ -44,31 +44,12 @@ _ARRAYS: Final = ("cost", "tower_cost", "kinds", "features")
 
 
 @dataclass(frozen=True)
-class EpochSchedule:
-    """One epoch, or the rest of it when the number of ranks changed."""
+class EpochSchedule(Epoch):
+    """One epoch, or the rest of it when the number of ranks changed; its rows are micro batches."""
 
-    #: items of each micro batch
-    micro_batches: Packs
-    #: int64 (num_steps, num_ranks): numbers of micro batches
-    table: np.ndarray
     #: float64 (num_steps, num_ranks): cost of the micro batches, and the tower's part of it
     cost: np.ndarray
     tower_cost: np.ndarray
-    #: stretches of the next epoch that this one trains: none
-    begun: tuple[Stretch, ...] = ()
-
-    def __len__(self) -> int:
-        """Count the steps."""
-        return len(self.table)
-
-    def items(self, step: int, rank: int) -> np.ndarray:
-        """Return the items of a micro batch, int64 (n,): indices into the schedule's lengths."""
-        start, end = self.micro_batches.pack_offsets[self.table[step, rank] :][:2]
-        return self.micro_batches.sample_ids[start:end]
-
-    def trained(self, steps: int) -> np.ndarray:
-        """Return the items of all ranks' micro batches in the first steps, int64 (n,)."""
-        return reorder_packs(self.micro_batches, self.table[:steps].ravel()).sample_ids
 
 
 class RankSchedule:
@@ -188,7 +169,7 @@ class RankSchedule:
         if not seed[2]:  # where the blocks of an endless sequence of epochs begin
             table = np.roll(table, -seed[1] * len(table) % BLOCK, axis=0)
         in_tower = np.zeros(table.shape) if tower is None else tower[table]
-        return EpochSchedule(packs, table, cost[table], in_tower)
+        return EpochSchedule(*packs, table, (), cost[table], in_tower)
 
     @staticmethod
     def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
