@@ -222,36 +222,29 @@ def _open_again(
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
     """Read the pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
     where = f"{shard.path}, bytes {start} to {end}"
-    try:
-        data = read_range(shard.path, start, end)
-    except OSError as error:
-        raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error
-    if len(data) < end - start:
-        raise PackedFolderError(
-            f"{where}: the file ends {end - start - len(data)} bytes early; {REMEDY}"
-        )
-    try:
-        pack = with_stored_media(_pack_of_tar(data, where), shard.root)
-        return pack._replace(media=dict(pack.media))
-    except PackFormatError as error:
-        raise PackedFolderError(f"{where}: {error}") from error
-
-
-def _pack_of_tar(data: bytes, where: str) -> Pack:
-    """Read a pack from its part of a tar."""
     found: dict[str, dict[str, bytes]] = {}
     try:
+        data = read_range(shard.path, start, end)
+        if len(data) < end - start:
+            raise PackedFolderError(
+                f"{where}: the file ends {end - start - len(data)} bytes early; {REMEDY}"
+            )
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             for member in tar:
                 match = _MEMBER.fullmatch(member.name)
                 content = tar.extractfile(member)
                 if match is not None and content is not None and not _NOTE.match(member.name):
                     found.setdefault(match[1], {})[match[2]] = content.read()
+        key, members = next(iter(found.items()), ("", {}))
+        if len(found) != 1 or JSON_PART not in members:
+            raise PackedFolderError(
+                f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
+            )
+        pack = with_stored_media(Pack.of(key, members), shard.root)
+        return pack._replace(media=dict(pack.media))
+    except OSError as error:
+        raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error
     except tarfile.TarError as error:
         raise PackedFolderError(f"{where}: damaged ({error}); {REMEDY}") from error
-    key, members = next(iter(found.items()), ("", {}))
-    if len(found) != 1 or JSON_PART not in members:
-        raise PackedFolderError(
-            f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
-        )
-    return Pack.of(key, members)
+    except PackFormatError as error:
+        raise PackedFolderError(f"{where}: {error}") from error
