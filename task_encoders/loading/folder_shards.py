@@ -260,22 +260,19 @@ def order_of_steps(
     """
     roots = list(dict.fromkeys(shard.root for shard in shards))
     manifests = [read_manifest(root) for root in roots]
-    layouts = [(one.config.get("pack", {}).get("order") or {}) if one else {} for one in manifests]
+    layouts = [one.order if one else {} for one in manifests]
     ranks = {layout.get("num_ranks", 0) for layout in layouts}
     if len(ranks) != 1 or not (num_ranks := int(ranks.pop())):
         return order, 0, False
-    tables, is_whole = [], True
     sizes = [sum(shard.num_packs for shard in shards if shard.root == root) for root in roots]
+    if [one.counts.packs.get(split) for one in manifests if one] != sizes:  # a part of an output
+        return order, 0, False
     firsts = np.cumsum([0, *sizes])
-    for manifest, layout, first, size in zip(manifests, layouts, firsts, sizes, strict=False):
-        assert manifest is not None  # it has a layout
-        if manifest.counts.packs.get(split) != size:  # a part of an output
-            return order, 0, False
-        workers = max(1, int(layout["num_workers"]))
-        is_whole &= size % (num_ranks * workers) == 0
-        tables.append(first + order_of_reading(size, num_ranks, workers))
-    places = np.concatenate(tables)
-    if not is_whole:  # steps of several datasets cannot follow each other
+    workers = [max(1, int(layout["num_workers"])) for layout in layouts]
+    tables = [order_of_reading(n, num_ranks, own) for n, own in zip(sizes, workers, strict=True)]
+    places = np.concatenate([first + table for first, table in zip(firsts, tables, strict=False)])
+    if any(n % (num_ranks * own) for n, own in zip(sizes, workers, strict=True)):
+        # steps of several datasets cannot follow each other
         if len(order) == len(places) and len(roots) == 1:
             return places, num_ranks, False
         return order, 0, False

@@ -105,7 +105,7 @@ def test_a_blend_keeps_steps_and_the_share_of_each_output(folder: Path, tmp_path
     are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
     own = DataConfig(path=str(blend), order="balanced", num_workers=0, repeat=False)
     loader: Any = build_loader(own, encoder, rank=0, num_ranks=2)
-    features = loader._sampler.schedule.features
+    features = loader.schedule.features
     assert features is not None
     assert features[:, -1].mean() == 3 / 4
     assert np.array_equal(features[:, 0], columns.media == np.unique(columns.media)[1])
