@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -111,7 +111,7 @@ class QwenVLEncoder(FamilyEncoder):
     #: of the medium that this is the encoder of
     asked: MediumOptions = AS_FAMILY
 
-    def __init__(self, options: QwenImageOptions, **patches: int) -> None:
+    def __init__(self, options: QwenImageOptions, **patches: Any) -> None:
         """Check the limits of pixels. `patches`: sizes of VisionSettings other than the class's."""
         vision = VisionSettings(
             max_aspect_ratio=options.max_aspect_ratio,

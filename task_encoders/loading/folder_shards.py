@@ -1,5 +1,5 @@
-"""Shards in a split of a packed folder or a metadataset, the offsets of their packs, and what a
-manifest records of each pack.
+"""Shards in a split of a packed folder or a metadataset, the offsets of their packs, and their
+order.
 
 A folder's own metadata are read here; whatever refers to other datasets is Energon's to resolve.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from task_encoders.packs.manifest import PackColumns, read_manifest
+from task_encoders.packs.manifest import read_manifest
 from task_encoders.storage.energon_paths import energon_url, explain
 from task_encoders.storage.paths import REMEDY, check_exists, path_of, plain_name
 from task_encoders.storage.remote_requests import in_a_line
@@ -229,23 +229,6 @@ def _shards_of_dataset(entry: Any) -> list[ShardRange]:
             shards.append(ShardRange(path_of(shard.path), root, flavors, *own))
         first += shard.count
     return shards
-
-
-def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | None:
-    """Read the columns of the shards' packs, in the given order; None if a manifest is missing.
-    Raises ManifestError."""
-    parts: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]] = {}
-    for root in {shard.root for shard in shards}:
-        manifest = read_manifest(root)
-        if manifest is None:
-            return None
-        for line in manifest.shards:
-            parts[root / line.name] = line.media_of_packs(), line.flops_of_packs()
-    if not shards:
-        return None
-    media = np.concatenate([parts[s.path][0][s.start : s.end] for s in shards])
-    flops = np.concatenate([parts[s.path][1][s.start : s.end] for s in shards])
-    return PackColumns(media[order], flops[order, 0], flops[order, 1])
 
 
 def order_of_steps(

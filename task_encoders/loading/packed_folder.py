@@ -28,10 +28,9 @@ from task_encoders.loading.folder_shards import (
     ShardRange,
     find_shards,
     order_of_steps,
-    read_columns,
     read_index,
 )
-from task_encoders.packs.manifest import PackColumns, written_again
+from task_encoders.packs.manifest import PackColumns, ShardLine, read_manifest, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.stored_media import with_stored_media
@@ -147,8 +146,18 @@ class PackedFolder:
         return map(self.__getitem__, range(len(self)))
 
     def columns(self) -> PackColumns | None:
-        """Return media and operations of each pack; None if a manifest does not record them."""
-        return read_columns(self.shards, self.order)
+        """Return media and operations of each pack; None if a manifest is missing. Raises
+        ManifestError."""
+        lines: dict[Path, ShardLine] = {}
+        for root in {shard.root for shard in self.shards}:
+            manifest = read_manifest(root)
+            if manifest is None:
+                return None
+            lines |= {root / line.name: line for line in manifest.shards}
+        own = [(lines[one.path], slice(one.start, one.end)) for one in self.shards]
+        media = np.concatenate([line.media_of_packs()[packs] for line, packs in own])[self.order]
+        flops = np.concatenate([line.flops_of_packs()[packs] for line, packs in own])[self.order]
+        return PackColumns(media, *flops.T)
 
     def row(self, number: int) -> "PackedRowSample":
         """Encode a pack; `split_row(row.row)` gives back its sub-samples, whose keys are
