@@ -164,13 +164,44 @@ def concatenate(
         raise ValueError("cross_sample_attention: branches would see each other")
     lengths = _padded_lengths([len(sample.tokens) for sample in samples], parents, multiple)
     starts, total = place_samples(lengths, pad_to_length)
+    tokens = np.full(total, pad_token_id, dtype=np.int64)
+    loss_weights = np.zeros(total, dtype=np.float32)
+    padding = np.ones(total, dtype=np.bool_)
+    position_ids = np.empty((len(samples[0].position_ids), total), dtype=np.int64)
+    position_ids[:, starts[-1] :] = np.arange(total - starts[-1])
+    offset = 0
+    for sample, start, end in zip(samples, starts, starts[1:], strict=False):
+        real = slice(start, start + len(sample.tokens))
+        tokens[real] = sample.tokens
+        loss_weights[real] = sample.loss_weights
+        loss_weights[start] = 0  # so that shifting the whole row never crosses a boundary
+        padding[real] = False
+        position_ids[:, real] = sample.position_ids + offset
+        first = position_ids[:, real].max() + 1
+        position_ids[:, real.stop : end] = first + np.arange(end - real.stop)
+        if cross_sample_attention:
+            offset = first + end - real.stop
     ends = boundaries(starts[[0, -1]] if cross_sample_attention else starts, total)
+    media_counts = np.zeros((len(ends) - 1, 2), np.int32)  # 0 in padding
+    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
+    np.add.at(media_counts, np.searchsorted(ends.numpy(), starts[:-1], "right") - 1, own)
+    normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
+    applied = None if as_bytes else normalisation
     return PackedRow(
-        **_texts(samples, starts, total, pad_token_id, running=cross_sample_attention),
-        **_media(samples, starts, ends, pixel_transport, map_),
+        tokens=torch.from_numpy(tokens),
+        loss_weights=torch.from_numpy(loss_weights),
+        position_ids=torch.from_numpy(position_ids),
+        attn_mask=torch.from_numpy(padding),
         cu_lengths=ends,
         parents=_as_parents(parents, len(ends) - 1),
+        images=Pixels([s.image_pixels for s in samples], applied, normalisation.repeats, map_),
+        image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
+        videos=Pixels([s.video_pixels for s in samples], applied, 1, map_),
+        video_grid_thw=torch.from_numpy(np.concatenate([s.video_grid_thw for s in samples])),
+        media_counts=torch.from_numpy(media_counts),
         is_padded=multiple > 1 or pad_to_length is not None,
+        normalisation=normalisation if as_bytes else None,
+        image_layout=samples[0].image_layout,
     )
 
 
@@ -191,15 +222,13 @@ def _padded_lengths(
     lengths: Sequence[int], parents: Sequence[int] | None, multiple: int
 ) -> list[int]:
     """Round the length of each sample up to a multiple; of a tree, the sum, by its last branch."""
-    if parents is None:
-        return [-(-length // multiple) * multiple for length in lengths]
     found, tree = [], 0
-    for length, goes_on in zip(
-        lengths, [*(parent >= 0 for parent in parents[1:]), False], strict=True
-    ):
+    following = [*parents[1:], -1] if parents else [-1] * len(lengths)
+    for length, parent in zip(lengths, following, strict=True):
         tree += length
-        found.append(length if goes_on else length + -tree % multiple)
-        tree = tree if goes_on else 0
+        is_last = parent < 0
+        found.append(length + -tree % multiple if is_last else length)
+        tree = 0 if is_last else tree
     return found
 
 
@@ -228,70 +257,6 @@ def boundaries(starts: npt.NDArray[np.int64], total: int) -> torch.Tensor:
     """Return cu_lengths: a segment from each start to the next, then one of padding, if any."""
     ends = [*starts.tolist(), total] if total > starts[-1] else starts.tolist()
     return torch.tensor(ends, dtype=torch.int32)
-
-
-def _texts(
-    samples: Sequence[EncodedSample],
-    starts: npt.NDArray[np.int64],
-    total: int,
-    pad_token_id: int,
-    *,
-    running: bool,
-) -> dict[str, Any]:
-    """Write tokens, weights, positions and padding; `starts` are the boundaries of the segments."""
-    used = int(starts[-1])
-    tokens = np.full(total, pad_token_id, dtype=np.int64)
-    loss_weights = np.zeros(total, dtype=np.float32)
-    padding = np.ones(total, dtype=np.bool_)
-    position_ids = np.empty((len(samples[0].position_ids), total), dtype=np.int64)
-    position_ids[:, used:] = np.arange(total - used)
-    offset = 0
-    for sample, start, end in zip(samples, starts, starts[1:], strict=False):
-        real = slice(start, start + len(sample.tokens))
-        tokens[real] = sample.tokens
-        loss_weights[real] = sample.loss_weights
-        loss_weights[start] = 0  # so that shifting the whole row never crosses a boundary
-        padding[real] = False
-        position_ids[:, real] = sample.position_ids + offset
-        first = position_ids[:, real].max() + 1
-        position_ids[:, real.stop : end] = first + np.arange(end - real.stop)
-        if running:
-            offset = first + end - real.stop
-    arrays = {
-        "tokens": tokens,
-        "loss_weights": loss_weights,
-        "position_ids": position_ids,
-        "attn_mask": padding,
-    }
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _media(
-    samples: Sequence[EncodedSample],
-    starts: npt.NDArray[np.int64],
-    cu_lengths: torch.Tensor,
-    pixel_transport: PixelTransport,
-    map_: Map,
-) -> dict[str, Any]:
-    """Collect pixels and grids of images and videos, the normalisation still to be applied, if any,
-    and the number of media in each segment; 0 in padding."""
-    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
-    counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
-    np.add.at(counts, np.searchsorted(cu_lengths.numpy(), starts[:-1], "right") - 1, own)
-    arrays = {
-        "media_counts": counts,
-        "image_grid_thw": np.concatenate([s.image_grid_thw for s in samples]),
-        "video_grid_thw": np.concatenate([s.video_grid_thw for s in samples]),
-    }
-    normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
-    made = None if as_bytes else normalisation
-    return {
-        **{name: torch.from_numpy(array) for name, array in arrays.items()},
-        "images": Pixels([s.image_pixels for s in samples], made, normalisation.repeats, map_),
-        "videos": Pixels([s.video_pixels for s in samples], made, 1, map_),
-        "normalisation": normalisation if as_bytes else None,
-        "image_layout": samples[0].image_layout,
-    }
 
 
 def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:

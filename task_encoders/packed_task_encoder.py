@@ -57,7 +57,6 @@ from task_encoders.settings import (
     PackingSettings,
     PackingSettingsError,
     check_manifest,
-    check_trainer,
 )
 
 logger = logging.getLogger(__name__)
@@ -124,9 +123,10 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         )
         self.trees = trees
         self.is_blend = False
-        #: whose loss takes no weights but 0 and 1; and the folders that were checked
+        #: whose loss takes no weights but 0 and 1
         self._trainer = ""
-        self._folders: list[EPath | Path] = []
+        #: the folders that were checked, and whether they hold other weights
+        self._folders: list[tuple[EPath | Path, bool]] = []
         #: folders of the datasets that are being built, and the generation of their packs
         self._opened: list[tuple[EPath | Path, str]] = []
 
@@ -292,36 +292,35 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 self._opened.append((path, subflavors.get("generation", "")))
 
     def check_manifest(self, folder: EPath | Path) -> None:
-        """Compare the settings that a packed folder was made with to these. Raises
-        PackingSettingsError if they differ, ManifestError if the manifest cannot be read."""
-        if not self._folders and not self.model.control_tokens:
-            self._take_control_tokens(folder)
-        check_manifest(
-            folder,
-            encoder=self.encoder,
-            seq_length=self.seq_length,
-            multiple=1 if self._fits_padded else self.pad_multiple,
-            trees=self.trees,
-        )
-        self._folders.append(folder)
-        if self._trainer:
-            check_trainer(folder, self._trainer)
-
-    def _take_control_tokens(self, folder: EPath | Path) -> None:
-        """Use the control tokens with which a folder was packed."""
+        """Compare the settings that a packed folder was made with to these; the first one gives its
+        control tokens to a model without. Folders written by others have no manifest.json, and
+        nothing to compare. Raises PackingSettingsError if settings differ, ManifestError if the
+        manifest cannot be read."""
         manifest = read_manifest(folder)
-        stored = manifest and manifest.fingerprint.get("model.control_tokens")
-        if stored:
-            update = {"control_tokens": tuple(str(stored).split())}
-            self.model = self.model.model_copy(update=update)
-            self._rows = replace(self._rows, encoder=build_sample_encoder(self.model))
+        if manifest is not None:
+            stored = manifest.fingerprint.get("model.control_tokens")
+            if stored and not self._folders and not self.model.control_tokens:
+                update = {"control_tokens": tuple(str(stored).split())}
+                self.model = self.model.model_copy(update=update)
+                self._rows = replace(self._rows, encoder=build_sample_encoder(self.model))
+            check_manifest(
+                folder,
+                manifest,
+                encoder=self.encoder,
+                seq_length=self.seq_length,
+                multiple=1 if self._fits_padded else self.pad_multiple,
+                trees=self.trees,
+            )
+        self._folders.append((folder, manifest is not None and bool(manifest.loss_weights)))
+        self.check_trainer(self._trainer)
 
     def check_trainer(self, trainer: str) -> None:
         """Refuse packs with loss weights other than 0 and 1, also in rows, which this trainer
         cannot train. Raises PackingSettingsError if a folder checked so far has them."""
         self._trainer = trainer
-        for folder in self._folders:
-            check_trainer(folder, trainer)
+        for folder, has_fractions in self._folders:
+            if trainer and has_fractions:
+                raise PackingSettingsError(FRACTIONS.format(folder, trainer))
 
 
 #: The name in the trainers that the task encoder was first written for.

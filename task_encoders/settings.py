@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import ManifestError, read_manifest
+from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -146,25 +146,18 @@ def explain_hash(root: Any, options: Iterable[tuple[str, Any]], name: str) -> st
 
 
 def check_manifest(
-    folder: Any, *, encoder: Any, seq_length: int, multiple: int, trees: bool = False
+    folder: Any, manifest: Manifest, *, encoder: Any, seq_length: int, multiple: int, trees: bool
 ) -> None:
     """Compare the settings that a packed folder was made with to the reader's.
 
-    Folders without a manifest.json, written by others, have nothing to compare.
-
     Args:
-        folder: a Path, or Energon's EPath.
         encoder: the sample encoder.
         trees: whether rows go to an attention that knows prefix trees.
 
     Raises:
         PackingSettingsError: sub-samples would have different lengths, packs would not fit, or
             they share prefixes, which the reader does not know.
-        ManifestError: the manifest cannot be read.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return
     if manifest.version == 2 and not trees:
         raise PackingSettingsError(TREES.format(folder))
     measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
@@ -191,11 +184,3 @@ def check_manifest(
             f"{folder}: the packs have no room for the padding of samples to multiples of "
             f"{multiple}, which the task encoder does; pack again with pack.pad_multiple={multiple}"
         )
-
-
-def check_trainer(folder: Any, trainer: str) -> None:
-    """Raise PackingSettingsError if a folder holds loss weights other than 0 and 1, which this
-    trainer does not know."""
-    manifest = read_manifest(folder)
-    if manifest is not None and manifest.loss_weights:
-        raise PackingSettingsError(FRACTIONS.format(folder, trainer))

@@ -34,15 +34,11 @@ def require_supported(*packages: str) -> None:
     """
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
-            _require(package, SUPPORTED[package], "offline-packing")
+            require(package, SUPPORTED[package], "offline-packing")
 
 
-def require_at_least(package: str, version: str, what: str) -> None:
-    """Refuse a package that is older than `what` needs. Raises UnsupportedVersionError."""
-    _require(package, f">={version}", what)
-
-
-def _require(package: str, accepted: str, what: str) -> None:
+def require(package: str, accepted: str, what: str) -> None:
+    """Refuse a package in another version than `what` needs. Raises UnsupportedVersionError."""
     from packaging.specifiers import SpecifierSet
 
     installed = metadata.version(package)

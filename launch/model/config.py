@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from task_encoders.families import FAMILIES, require_family
 from task_encoders.field_types import Count, not_bool, one_of
-from task_encoders.versions import require_at_least
+from task_encoders.versions import require
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def transformers_class(family: str) -> Any:
 
     name, since = FAMILIES[family].transformers_name, FAMILIES[family].since
     if since:
-        require_at_least("transformers", since, f"the model of {family}")
+        require("transformers", f">={since}", f"the model of {family}")
     return getattr(transformers, f"{name}ForConditionalGeneration")
 
 

@@ -10,12 +10,11 @@ There are several chat templates: the checkpoint's decides. After a call the mod
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
-from PIL import Image as PillowImage
 
 from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import (
@@ -26,15 +25,10 @@ from task_encoders.families.base.family import (
     Preset,
     ResizedOptions,
 )
-from task_encoders.families.base.spans import BlankImage, Grid, Medium, Span, two_tokens
+from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.patches import (
-    Bytes,
-    Normalisation,
-    interleaved_patches,
-    rescale_then_normalise,
-)
+from task_encoders.media.patches import Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo, sampled_frames
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
@@ -94,6 +88,7 @@ class Gemma4Encoder(FamilyEncoder):
             temporal_patch_size=1,
             merge_size=self.POOL,
             resize=options.resize,
+            channels_last=True,
         )
         super().__init__(options, vision)
         if not self.template.jinja.source:
@@ -118,10 +113,6 @@ class Gemma4Encoder(FamilyEncoder):
         grid = self._patches(header.height, header.width, self.options.video_max_soft_tokens)
         frames = sampled_frames(header.num_frames, num_sampled)
         return SampledVideo((num_sampled, *grid), frames, 1.0, header.fps)
-
-    def cut(self, frames: Iterable[PillowImage.Image], grid: Grid, depth: int) -> Bytes:
-        """Cut frames into patches (t·h·w, p·p·3)."""
-        return interleaved_patches(frames, grid, self.vision.patch_size, self.vision.resize)
 
     def _patches(self, height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
         """Return the height and width, in patches, of an image of this size: its shape, scaled to

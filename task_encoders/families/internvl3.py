@@ -189,8 +189,7 @@ def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
     """Return the columns and rows of grids of `least` to `most` tiles, the fewest tiles first."""
     sides = range(1, most + 1)
     found = [(columns, rows) for columns in sides for rows in sides]
-    found = [one for one in found if least <= one[0] * one[1] <= most]
-    return sorted(found, key=lambda one: one[0] * one[1])
+    return sorted([one for one in found if least <= math.prod(one) <= most], key=math.prod)
 
 
 INTERNVL3: Final = Family(

@@ -24,7 +24,7 @@ from task_encoders.field_types import Count
 from task_encoders.media.image import VisionSettings
 from task_encoders.samples import SampleError
 from task_encoders.text.pieces import Control, Dialect, Image
-from task_encoders.versions import require_at_least
+from task_encoders.versions import require
 
 _PAIRS: Final = "INST|AVAILABLE_TOOLS|TOOL_RESULTS|SYSTEM_PROMPT|MODEL_SETTINGS|THINK"
 _ALONE: Final = "IMG|TOOL_CALLS|TOOL_CONTENT|ARGS|CALL_ID"
@@ -130,7 +130,7 @@ class Mistral3Encoder(FamilyEncoder):
     options: Mistral3Options
 
     def __init__(self, options: Mistral3Options) -> None:
-        require_at_least("transformers", _SINCE, "Mistral's tokenizer")
+        require("transformers", f">={_SINCE}", "Mistral's tokenizer")
         patch, resize = options.patch_size, options.resize
         vision = VisionSettings(
             patch_size=patch, temporal_patch_size=1, merge_size=1, resize=resize

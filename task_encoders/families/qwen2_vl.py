@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,6 +38,10 @@ from task_encoders.text.qwen_vocabulary import (
 )
 from task_encoders.text.tokenizer import checkpoint_json
 
+_PATCH: Final = 14
+#: Pixels of one token: a square of 2 by 2 patches.
+_TOKEN: Final = (2 * _PATCH) ** 2
+
 
 class QwenImageOptions(ModelOptions):
     """Images of any shape, resized within limits."""
@@ -63,8 +67,11 @@ class QwenImageOptions(ModelOptions):
 
 
 class QwenVLOptions(QwenImageOptions):
-    """Images and videos of any shape, resized within limits."""
+    """Options of transformers' processors, with `video_fps` 2 as published checkpoints were
+    trained. 5,120 tokens is what trainers give an image; their files say 16,384."""
 
+    min_pixels: Count = 4 * _TOKEN
+    max_pixels: Count = 5120 * _TOKEN
     #: frames taken per second of video
     video_fps: Annotated[Number, Field(gt=0)] = 2.0
     #: limits of the frames taken; never more than the video has
@@ -72,9 +79,9 @@ class QwenVLOptions(QwenImageOptions):
     #: see video_min_frames
     video_max_frames: Count = 768
     #: limits of a frame (qwen3_vl: of a whole video) after resizing
-    video_min_pixels: Count
+    video_min_pixels: Count = 128 * _TOKEN
     #: see video_min_pixels
-    video_max_pixels: Count
+    video_max_pixels: Count = 768 * _TOKEN
     #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
     video_max_tokens: Count | None = None
 
@@ -104,7 +111,7 @@ class QwenVLEncoder(FamilyEncoder):
     #: of the medium that this is the encoder of
     asked: MediumOptions = AS_FAMILY
 
-    def __init__(self, options: QwenImageOptions, **patches: int) -> None:
+    def __init__(self, options: QwenImageOptions, **patches: Any) -> None:
         """Check the limits of pixels. `patches`: sizes of VisionSettings other than the class's."""
         vision = VisionSettings(
             max_aspect_ratio=options.max_aspect_ratio,
@@ -187,22 +194,7 @@ class QwenVLEncoder(FamilyEncoder):
         return self.picture_spans(token_id, medium.grid, interval)
 
 
-_PATCH: Final = 14
-#: Pixels of one token: a square of 2 by 2 patches.
-_TOKEN: Final = (2 * _PATCH) ** 2
-
-
-class DynamicImageOptions(QwenVLOptions):
-    """Options of transformers' processors, with `video_fps` 2 as published checkpoints were
-    trained. 5,120 tokens is what trainers give an image; their files say 16,384."""
-
-    min_pixels: Count = 4 * _TOKEN
-    max_pixels: Count = 5120 * _TOKEN
-    video_min_pixels: Count = 128 * _TOKEN
-    video_max_pixels: Count = 768 * _TOKEN
-
-
-class Qwen2VLOptions(DynamicImageOptions):
+class Qwen2VLOptions(QwenVLOptions):
     """Options of Qwen2-VL and Qwen2.5-VL."""
 
     #: where the text after a video begins: after the longer side of its grid (transformers 5), or
@@ -286,7 +278,7 @@ class LlavaOneVision15Encoder(Qwen2VLEncoder):
 #: The model is not part of transformers.
 LLAVA_ONEVISION_1_5: Final = Family(
     "llava_onevision_1_5",
-    DynamicImageOptions,
+    QwenVLOptions,
     LlavaOneVision15Encoder,
     ModelCost(
         "LLaVA-OneVision-1.5-8B",

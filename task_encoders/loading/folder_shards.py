@@ -1,5 +1,5 @@
-"""Shards in a split of a packed folder or a metadataset, the offsets of their packs, and what a
-manifest records of each pack.
+"""Shards in a split of a packed folder or a metadataset, the offsets of their packs, and their
+order.
 
 A folder's own metadata are read here; whatever refers to other datasets is Energon's to resolve.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from task_encoders.packs.manifest import PackColumns, read_manifest
+from task_encoders.packs.manifest import read_manifest
 from task_encoders.storage.energon_paths import energon_url, explain
 from task_encoders.storage.paths import REMEDY, check_exists, path_of, plain_name
 from task_encoders.storage.remote_requests import in_a_line
@@ -231,23 +231,6 @@ def _shards_of_dataset(entry: Any) -> list[ShardRange]:
     return shards
 
 
-def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | None:
-    """Read the columns of the shards' packs, in the given order; None if a manifest is missing.
-    Raises ManifestError."""
-    parts: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]] = {}
-    for root in {shard.root for shard in shards}:
-        manifest = read_manifest(root)
-        if manifest is None:
-            return None
-        for line in manifest.shards:
-            parts[root / line.name] = line.media_of_packs(), line.flops_of_packs()
-    if not shards:
-        return None
-    media = np.concatenate([parts[s.path][0][s.start : s.end] for s in shards])
-    flops = np.concatenate([parts[s.path][1][s.start : s.end] for s in shards])
-    return PackColumns(media[order], flops[order, 0], flops[order, 1])
-
-
 def order_of_steps(
     shards: Sequence[ShardRange], order: Numbers, split: str
 ) -> tuple[Numbers, int, bool]:
@@ -260,22 +243,19 @@ def order_of_steps(
     """
     roots = list(dict.fromkeys(shard.root for shard in shards))
     manifests = [read_manifest(root) for root in roots]
-    layouts = [(one.config.get("pack", {}).get("order") or {}) if one else {} for one in manifests]
+    layouts = [one.order if one else {} for one in manifests]
     ranks = {layout.get("num_ranks", 0) for layout in layouts}
     if len(ranks) != 1 or not (num_ranks := int(ranks.pop())):
         return order, 0, False
-    tables, is_whole = [], True
     sizes = [sum(shard.num_packs for shard in shards if shard.root == root) for root in roots]
+    if [one.counts.packs.get(split) for one in manifests if one] != sizes:  # a part of an output
+        return order, 0, False
     firsts = np.cumsum([0, *sizes])
-    for manifest, layout, first, size in zip(manifests, layouts, firsts, sizes, strict=False):
-        assert manifest is not None  # it has a layout
-        if manifest.counts.packs.get(split) != size:  # a part of an output
-            return order, 0, False
-        workers = max(1, int(layout["num_workers"]))
-        is_whole &= size % (num_ranks * workers) == 0
-        tables.append(first + order_of_reading(size, num_ranks, workers))
-    places = np.concatenate(tables)
-    if not is_whole:  # steps of several datasets cannot follow each other
+    workers = [max(1, int(layout["num_workers"])) for layout in layouts]
+    tables = [order_of_reading(n, num_ranks, own) for n, own in zip(sizes, workers, strict=True)]
+    places = np.concatenate([first + table for first, table in zip(firsts, tables, strict=False)])
+    if any(n % (num_ranks * own) for n, own in zip(sizes, workers, strict=True)):
+        # steps of several datasets cannot follow each other
         if len(order) == len(places) and len(roots) == 1:
             return places, num_ranks, False
         return order, 0, False

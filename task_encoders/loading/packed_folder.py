@@ -28,10 +28,9 @@ from task_encoders.loading.folder_shards import (
     ShardRange,
     find_shards,
     order_of_steps,
-    read_columns,
     read_index,
 )
-from task_encoders.packs.manifest import PackColumns, written_again
+from task_encoders.packs.manifest import PackColumns, ShardLine, read_manifest, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.stored_media import with_stored_media
@@ -147,8 +146,18 @@ class PackedFolder:
         return map(self.__getitem__, range(len(self)))
 
     def columns(self) -> PackColumns | None:
-        """Return media and operations of each pack; None if a manifest does not record them."""
-        return read_columns(self.shards, self.order)
+        """Return media and operations of each pack; None if a manifest is missing. Raises
+        ManifestError."""
+        lines: dict[Path, ShardLine] = {}
+        for root in {shard.root for shard in self.shards}:
+            manifest = read_manifest(root)
+            if manifest is None:
+                return None
+            lines |= {root / line.name: line for line in manifest.shards}
+        own = [(lines[one.path], slice(one.start, one.end)) for one in self.shards]
+        media = np.concatenate([line.media_of_packs()[packs] for line, packs in own])[self.order]
+        flops = np.concatenate([line.flops_of_packs()[packs] for line, packs in own])[self.order]
+        return PackColumns(media, *flops.T)
 
     def row(self, number: int) -> "PackedRowSample":
         """Encode a pack; `split_row(row.row)` gives back its sub-samples, whose keys are
@@ -222,36 +231,29 @@ def _open_again(
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
     """Read the pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
     where = f"{shard.path}, bytes {start} to {end}"
-    try:
-        data = read_range(shard.path, start, end)
-    except OSError as error:
-        raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error
-    if len(data) < end - start:
-        raise PackedFolderError(
-            f"{where}: the file ends {end - start - len(data)} bytes early; {REMEDY}"
-        )
-    try:
-        pack = with_stored_media(_pack_of_tar(data, where), shard.root)
-        return pack._replace(media=dict(pack.media))
-    except PackFormatError as error:
-        raise PackedFolderError(f"{where}: {error}") from error
-
-
-def _pack_of_tar(data: bytes, where: str) -> Pack:
-    """Read a pack from its part of a tar."""
     found: dict[str, dict[str, bytes]] = {}
     try:
+        data = read_range(shard.path, start, end)
+        if len(data) < end - start:
+            raise PackedFolderError(
+                f"{where}: the file ends {end - start - len(data)} bytes early; {REMEDY}"
+            )
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             for member in tar:
                 match = _MEMBER.fullmatch(member.name)
                 content = tar.extractfile(member)
                 if match is not None and content is not None and not _NOTE.match(member.name):
                     found.setdefault(match[1], {})[match[2]] = content.read()
+        key, members = next(iter(found.items()), ("", {}))
+        if len(found) != 1 or JSON_PART not in members:
+            raise PackedFolderError(
+                f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
+            )
+        pack = with_stored_media(Pack.of(key, members), shard.root)
+        return pack._replace(media=dict(pack.media))
+    except OSError as error:
+        raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error
     except tarfile.TarError as error:
         raise PackedFolderError(f"{where}: damaged ({error}); {REMEDY}") from error
-    key, members = next(iter(found.items()), ("", {}))
-    if len(found) != 1 or JSON_PART not in members:
-        raise PackedFolderError(
-            f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
-        )
-    return Pack.of(key, members)
+    except PackFormatError as error:
+        raise PackedFolderError(f"{where}: {error}") from error

@@ -70,22 +70,34 @@ class LoaderState(BaseModel):
         return self.model_copy(update=update)
 
 
-class Epoch(Protocol):
+@dataclass(frozen=True)
+class Epoch:
     """The steps of an epoch, or of what earlier stretches left of it."""
 
-    @property
-    def begun(self) -> tuple[Stretch, ...]:
-        """Rows of the next epoch that the last step of this one trains."""
+    #: items of all rows, one row after the other; where each row begins in them, and the end
+    numbers: Numbers
+    starts: Numbers
+    #: (num_steps, num_ranks), the row that each rank trains
+    table: Numbers
+    #: rows of the next epoch that the last step of this one trains
+    begun: tuple[Stretch, ...]
 
     def __len__(self) -> int:
         """Count the steps."""
+        return len(self.table)
 
     def items(self, step: int, rank: int) -> Numbers:
         """Return the items of a rank's row, (n,); none if the rank has no row at this step."""
+        start, end = self.starts[self.table[step, rank] :][:2]
+        return self.numbers[start:end]
 
     def trained(self, steps: int) -> Numbers:
         """Return the items of all ranks' rows in the first steps, (n,), also of the next
         epoch's."""
+        rows = self.table[:steps].ravel()
+        sizes = np.diff(self.starts)[rows]
+        firsts = self.starts[rows] - np.cumsum(sizes) + sizes
+        return self.numbers[np.repeat(firsts, sizes) + np.arange(sizes.sum())]
 
 
 class Schedule(Protocol):
@@ -99,36 +111,6 @@ class Schedule(Protocol):
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> Epoch:
         """Return the steps that are left of an epoch after `earlier` stretches of it."""
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """An epoch of `InTurn`."""
-
-    #: packs in the order of the rows, each of `size` but the last
-    numbers: Numbers
-    size: int
-    num_ranks: int
-    #: rows of later epochs that fill the last step
-    filling: Sequence[Numbers]
-    begun: tuple[Stretch, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return -(-len(self.numbers) // self.size)
-
-    def __len__(self) -> int:
-        return -(-self.num_rows // self.num_ranks)
-
-    def items(self, step: int, rank: int) -> Numbers:
-        row = step * self.num_ranks + rank
-        if row < self.num_rows or not self.filling:
-            return self.numbers[row * self.size : (row + 1) * self.size]
-        return self.filling[row - self.num_rows]
-
-    def trained(self, steps: int) -> Numbers:
-        own = self.numbers[: steps * self.num_ranks * self.size]
-        return np.concatenate([own, *(self.filling if steps == len(self) else ())])
 
 
 class InTurn:
@@ -174,7 +156,7 @@ class InTurn:
             turns.digest = hashlib.sha256(parts.encode() + order).hexdigest()[:16]
         return turns
 
-    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Turns:
+    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> Epoch:
         """See `Schedule`."""
         start, end, num_rows = 0, self._num_packs, self._num_rows
         begun = sum(stretch.num_ranks for stretch in earlier if not stretch.steps)
@@ -186,13 +168,17 @@ class InTurn:
         numbers = np.arange(min(start + trained * self._size, end), end)
         if self._is_uniform:
             numbers = numbers[dealt_in_rows(len(numbers), self.num_ranks, self._size)]
-        left = -(-len(numbers) // self._size)
+        own = np.arange(0, len(numbers), self._size)
+        missing = -len(own) % self.num_ranks
         # Rows of the next epoch that are trained before it begins, in all and in this step.
-        before = max(0, begun + trained - num_rows) if self._repeat else 0
-        missing = -left % self.num_ranks if self._repeat else 0
-        filling = [self._row_of_next(before + place) for place in range(missing)]
-        after = (Stretch(before + missing, 0),) if before + missing else ()
-        return _Turns(numbers, self._size, self.num_ranks, filling, after)
+        before = max(0, begun + trained - num_rows)
+        ahead = before + missing if self._repeat else 0
+        filling = [self._row_of_next(place) for place in range(before, ahead)]
+        filling += [numbers[:0]] * (missing - len(filling))
+        starts = np.append(own, np.cumsum([len(numbers), *map(len, filling)]))
+        table = np.arange(len(starts) - 1).reshape(-1, self.num_ranks)
+        after = (Stretch(ahead, 0),) if ahead else ()
+        return Epoch(np.concatenate([numbers, *filling]), starts, table, after)
 
     def _row_of_next(self, place: int) -> Numbers:
         """Return the packs of the row that the next epoch, as it is begun, has at a place."""
@@ -324,8 +310,9 @@ def starting_workers(num_workers: int) -> Iterator[None]:
             gc.unfreeze()
 
 
-class ScheduledLoader:
-    """One rank's rows, epoch after epoch: each iteration is the rest of an epoch.
+class ScheduledLoader(RankSampler):
+    """One rank's rows as batches, epoch after epoch: each iteration is the rest of an epoch. The
+    state is that of the batches that were delivered; any number of workers goes on from it exactly.
 
     ::
 
@@ -356,34 +343,29 @@ class ScheduledLoader:
         import torch  # schedules alone do without
         from torch.utils.data import DataLoader
 
-        self._sampler = RankSampler(schedule, rank, limit=limit)
-        #: of the sampler after the rows that were delivered; workers have asked it for further ones
-        self._state = self._sampler.state
+        super().__init__(schedule, rank, limit=limit)
+        #: asked by workers for rows ahead of those that were delivered
+        self._ahead = RankSampler(schedule, rank, limit=limit)
         has_workers = options.get("num_workers", 0) > 0
         # Torch draws its workers' seeds from a separate generator: dropout, which is drawn from the
         # default one, must not differ after resuming.
         own = {"persistent_workers": has_workers, "generator": torch.Generator()}
         self._loader = DataLoader[Any](
             dataset,
-            batch_sampler=self._sampler,
+            batch_sampler=self._ahead,
             collate_fn=collate_fn or getattr(dataset, "collate", None),
             **(own | options),
         )
 
-    def __len__(self) -> int:
-        """Count the rows in the rest of the epoch, on every rank."""
-        self._sampler.state = self._state
-        return len(self._sampler)
-
     def __iter__(self) -> Iterator[Any]:
-        self._sampler.state = self._state
-        begun = self._sampler.begun
+        begun = self.begun
+        self._ahead.state, self._ahead._current = self.state, self._current
         with starting_workers(self._loader.num_workers):
             rows = iter(self._loader)
         for batch in rows:
-            self._state = self._state.at_step(self._state.step + 1)
+            self.state = self.state.at_step(self.state.step + 1)
             yield batch
-        self._state = self._state.after_epoch(begun)
+        self.state = self.state.after_epoch(begun)
 
     def close(self) -> None:
         """End the workers; another iteration would start new workers."""
@@ -391,12 +373,3 @@ class ScheduledLoader:
         if workers is not None:
             workers._shutdown_workers()  # type: ignore[attr-defined]
             self._loader._iterator = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `RankSampler.state_dict`; of the batches that were delivered."""
-        return self._state.model_dump(mode="json")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `RankSampler.load_state_dict`. Any number of workers goes on exactly."""
-        self._sampler.load_state_dict(state)
-        self._state = self._sampler.state

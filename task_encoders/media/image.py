@@ -82,6 +82,8 @@ class VisionSettings:
     std: tuple[float, ...] = CLIP_STD
     #: a name in patches.BACKENDS
     resize: str = "pil"
+    #: whether the channels of a pixel are next to each other in its patch
+    channels_last: bool = False
 
     @property
     def factor(self) -> int:

@@ -61,36 +61,23 @@ def frame_patches(
     """Cut RGB frames into patches (t·h·w, C·depth·p·p), each resized to the grid's size, in the
     order the vision tower merges them; an image is one frame of depth 1. `Normalisation` turns
     patches into pixel values, bit-identical to those of transformers' processor with the same
-    backend.
+    backend. With `settings.channels_last`, patches are (t·h·w, p·p·3), row by row, and p is a
+    multiple of 4.
 
     A grid of t takes up to t·depth frames, in order; if there are fewer, the last is repeated.
     """
     grid_t, grid_h, grid_w = grid
     patch = settings.patch_size
     resize, _ = BACKENDS[settings.resize]
-    cut = _cutter(patch)
     height, width = grid_h * patch, grid_w * patch
-    rows = np.empty((grid_t, grid_h * grid_w, 3, depth, patch**2), dtype=np.uint8)
+    rows = np.empty((grid_t, grid_h * grid_w, 3 * depth * patch**2), dtype=np.uint8)
     for number, frame in enumerate(frames):
-        resized = resize(frame, height, width)
-        pairs = resized.reshape(height, -1).view(np.uint64)
-        cut(pairs, settings.merge_size, rows[number // depth], number % depth)
-    return rows.reshape(grid_t * grid_h * grid_w, -1)
-
-
-def interleaved_patches(
-    frames: Iterable[Image.Image], grid: tuple[int, int, int], side: int, backend: str
-) -> Bytes:
-    """Cut RGB frames into patches (t·h·w, p·p·3) row by row, channels last, p = `side`, a multiple
-    of 4; each frame is resized to the grid's size."""
-    grid_t, grid_h, grid_w = grid
-    resize, _ = BACKENDS[backend]
-    pack = _packer(side)
-    height, width = grid_h * side, grid_w * side
-    rows = np.empty((grid_t, grid_h * grid_w, side * side * 3), dtype=np.uint8)
-    for out, frame in zip(rows, frames, strict=True):
-        pixels = resize(frame, height, width).reshape(height, -1).view(np.uint32)
-        pack(pixels, out.view(np.uint32))
+        pixels, out = resize(frame, height, width).reshape(height, -1), rows[number // depth]
+        if settings.channels_last:
+            _packer(patch)(pixels.view(np.uint32), out.view(np.uint32))
+        else:
+            pairs, planes = pixels.view(np.uint64), out.reshape(-1, 3, depth, patch**2)
+            _cutter(patch)(pairs, settings.merge_size, planes, number % depth)
     return rows.reshape(grid_t * grid_h * grid_w, -1)
 
 

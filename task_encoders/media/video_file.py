@@ -120,9 +120,7 @@ def decode_frames(
     Raises:
         SampleError: truncated_video where one of them cannot be decoded.
     """
-    wanted = iter(numbers)
-    following = next(wanted, None)
-    turn = _TURNS.get(header.rotation)
+    wanted, turn = frozenset(numbers), _TURNS.get(header.rotation)
     number = -1
     with _open(BytesIO(data), data[:12], max_frame_pixels) as container:
         stream = _video_stream(container)
@@ -134,19 +132,17 @@ def decode_frames(
         to_rgb = _pyav().video.reformatter.VideoReformatter()
         try:
             for number, frame in enumerate(container.decode(stream)):
-                if number == following:
+                if number in wanted:
                     image = to_rgb.reformat(frame, format="rgb24", threads=1).to_image()
                     yield image if turn is None else image.transpose(turn)
-                    following = next(wanted, None)
-                if following is None:
+                if number == numbers[-1]:
                     return
         except _av_errors() as error:
             why = f"frame {number + 1}: {in_a_line(error)[:200]}"
             raise SampleError("truncated_video", why) from error
-    if following is not None:
-        raise SampleError(
-            "truncated_video", f"only {number + 1} of {header.num_frames} frames can be decoded"
-        )
+    raise SampleError(
+        "truncated_video", f"only {number + 1} of {header.num_frames} frames can be decoded"
+    )
 
 
 def _ask_pyav(

@@ -146,10 +146,9 @@ class Manifest(_Model):
         return bool(self.config.get("pack", {}).get("mixture"))
 
     @property
-    def uniform_ranks(self) -> int:
-        """Ranks for which every step has packs of one kind (`pack.order.uniform`); 0: none."""
-        order = self.config.get("pack", {}).get("order") or {}
-        return int(order["num_ranks"]) if order.get("uniform") else 0
+    def order(self) -> Mapping[str, Any]:
+        """The options of `pack.order`; {}: none."""
+        return self.config.get("pack", {}).get("order") or {}
 
     def is_padded_to(self, multiple: int) -> bool:
         """Tell whether packs have room for samples that are padded to a multiple."""
@@ -168,7 +167,7 @@ def read_manifest(folder: Any) -> Manifest | None:
         return None
     try:
         manifest = Manifest.model_validate_json(path.read_text())
-        _ = manifest.uniform_ranks  # readers look into `config`
+        _ = manifest.order and int(manifest.order["num_ranks"])  # readers look into `config`
         return manifest
     except ValidationError as error:
         why = first_problem(error)

@@ -160,6 +160,7 @@ class RowEncoder:
         """Encode each sub-sample of a tree, or one alone; in the place of one that cannot be used
         is the reason. Media that they share are encoded once. `decoded`: the first images of the
         first."""
+        #: by the identity of their bytes, and their options
         known: dict[tuple[int, MediumOptions], EncodedMedium] = {}
         each = ((one, () if number else decoded) for number, one in enumerate(group))
         return [self._encode_one(*one, known) for one in each]
@@ -171,8 +172,7 @@ class RowEncoder:
         known: dict[tuple[int, MediumOptions], EncodedMedium],
     ) -> EncodedSample | SampleError:
         """Encode a sub-sample, whose first images may be decoded already, or return why it cannot
-        be used. `known`: media of its tree that are encoded, by the identity of their bytes and
-        their options.
+        be used. `known`: media of its tree that are encoded.
 
         Raises:
             FatalSampleError: PyAV is missing; or its length is not the one stored in its pack.
@@ -180,12 +180,20 @@ class RowEncoder:
         key, sample, images, videos, measured, _ = sub_sample
         if isinstance(sample, SampleError):
             return sample
-        pictures: Sequence[bytes | Image.Image] = (*decoded, *images[len(decoded) :])
-        asked, once = iter(sample.media_options), partial(self._once, known)
+        media: list[EncodedMedium] = []
         try:
-            stills = [once(*own) for own in zip(images, asked, pictures, strict=False)]
-            clips = [once(*own) for own in zip(videos, asked, strict=True)]
-            encoded = self.encoder.encode(sample, stills, clips)
+            files = zip(images + videos, sample.media_options, strict=True)
+            for number, (data, options) in enumerate(files):
+                encoder, own = self.encoder.for_medium(options), (id(data), options)
+                if own not in known and number >= len(images):
+                    known[own] = encoder.encode_video(data)
+                elif own not in known:
+                    is_decoded = number < len(decoded)
+                    known[own] = encoder.encode_image(
+                        decoded[number] if is_decoded else encoder.decode_image(data)
+                    )
+                media.append(known[own])
+            encoded = self.encoder.encode(sample, media[: len(images)], media[len(images) :])
         except SampleError as error:
             return error
         except MissingPyAVError as error:
@@ -196,23 +204,6 @@ class RowEncoder:
                 f"{measured}; {_AS_MEASURED}"
             )
         return encoded
-
-    def _once(
-        self,
-        known: dict[tuple[int, MediumOptions], EncodedMedium],
-        data: bytes,
-        options: MediumOptions,
-        image: bytes | Image.Image | None = None,
-    ) -> EncodedMedium:
-        """Encode a video, or an image, unless it is known. Raises SampleError."""
-        if (key := (id(data), options)) not in known:
-            encoder = self.encoder.for_medium(options)
-            if image is None:
-                known[key] = encoder.encode_video(data)
-            else:
-                decoded = encoder.decode_image(image) if isinstance(image, bytes) else image
-                known[key] = encoder.encode_image(decoded)
-        return known[key]
 
 
 def measure(sub_sample: SubSample, encoder: FamilyEncoder) -> SampleLength:

@@ -69,9 +69,9 @@ def idle(samples: int, many: int) -> None:
         shares = (
             idle_shares(cost[random], of_tower[random])[1],
             idle_shares(cost[before.table], of_tower[before.table])[1],
-            idle_shares(both.cost, both.tower_cost)[1],
-            idle_shares(before.cost, before.tower_cost)[0],
-            idle_shares(both.cost, both.tower_cost)[0],
+            idle_shares(cost[both.table], of_tower[both.table])[1],
+            idle_shares(cost[before.table], of_tower[before.table])[0],
+            idle_shares(cost[both.table], of_tower[both.table])[0],
         )
         row = " | ".join(f"{100 * share:.2f}%" for share in shares)
         click.echo(f"| {seq_length} x {num_ranks} | {row} |")
@@ -80,7 +80,11 @@ def idle(samples: int, many: int) -> None:
         begin = time.perf_counter()
         schedule = RankSchedule(tokens, tower + language, 32, budget, tower_cost=tower)
         epoch = schedule.epoch(0)
-        share = idle_shares(epoch.cost, epoch.tower_cost)[1]
+        cost, of_tower = (
+            np.add.reduceat(one[epoch.numbers], epoch.starts[:-1])[epoch.table]
+            for one in (tower + language, tower)
+        )
+        share = idle_shares(cost, of_tower)[1]
         seconds = time.perf_counter() - begin
         click.echo(f"{many:,} samples, budget {budget}: {seconds:.1f} s, idle {share:.2%}")
 

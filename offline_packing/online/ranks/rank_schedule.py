@@ -20,7 +20,6 @@ import hashlib
 import heapq
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Final
@@ -32,7 +31,7 @@ from offline_packing.planner.ranks.deal import BLOCK, PackCosts, deal_steps
 from offline_packing.planner.samples import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from task_encoders.field_types import Count, NonNegative, checked
-from task_encoders.loading.schedule import Stretch
+from task_encoders.loading.schedule import Epoch, Stretch
 
 logger = logging.getLogger(__name__)
 
@@ -41,34 +40,6 @@ _METHOD: Final = 2
 
 #: Arguments with a value per item.
 _ARRAYS: Final = ("cost", "tower_cost", "kinds", "features")
-
-
-@dataclass(frozen=True)
-class EpochSchedule:
-    """One epoch, or the rest of it when the number of ranks changed."""
-
-    #: items of each micro batch
-    micro_batches: Packs
-    #: int64 (num_steps, num_ranks): numbers of micro batches
-    table: np.ndarray
-    #: float64 (num_steps, num_ranks): cost of the micro batches, and the tower's part of it
-    cost: np.ndarray
-    tower_cost: np.ndarray
-    #: stretches of the next epoch that this one trains: none
-    begun: tuple[Stretch, ...] = ()
-
-    def __len__(self) -> int:
-        """Count the steps."""
-        return len(self.table)
-
-    def items(self, step: int, rank: int) -> np.ndarray:
-        """Return the items of a micro batch, int64 (n,): indices into the schedule's lengths."""
-        start, end = self.micro_batches.pack_offsets[self.table[step, rank] :][:2]
-        return self.micro_batches.sample_ids[start:end]
-
-    def trained(self, steps: int) -> np.ndarray:
-        """Return the items of all ranks' micro batches in the first steps, int64 (n,)."""
-        return reorder_packs(self.micro_batches, self.table[:steps].ravel()).sample_ids
 
 
 class RankSchedule:
@@ -158,7 +129,7 @@ class RankSchedule:
                 found.update(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).tobytes())
         return found.hexdigest()[:16]
 
-    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> EpochSchedule:
+    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> Epoch:
         """Schedule an epoch: O(n log n) for n items, with a budget plus the time of planning.
 
         Args:
@@ -171,7 +142,7 @@ class RankSchedule:
             left = np.setdiff1d(left, before.trained(steps))
         return self._schedule(left, self.num_ranks, (self.seed, number, len(earlier)))
 
-    def _schedule(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> EpochSchedule:
+    def _schedule(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> Epoch:
         """Make micro batches, each of one kind, and deal them to steps."""
         kinds = np.zeros(len(ids), np.int64) if self.kinds is None else self.kinds[ids]
         packs = Packs(ids, np.arange(len(ids) + 1))
@@ -187,8 +158,7 @@ class RankSchedule:
         table = deal_steps(PackCosts.of(cost, tower, kinds, features), num_ranks, rng)
         if not seed[2]:  # where the blocks of an endless sequence of epochs begin
             table = np.roll(table, -seed[1] * len(table) % BLOCK, axis=0)
-        in_tower = np.zeros(table.shape) if tower is None else tower[table]
-        return EpochSchedule(packs, table, cost[table], in_tower)
+        return Epoch(*packs, table, ())
 
     @staticmethod
     def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
