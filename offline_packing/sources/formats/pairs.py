@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from offline_packing.errors import StageError, as_sample_error
@@ -53,14 +54,13 @@ class PairsSource(Source):
                 f"source path {self.path!r} is a file; set it to the folder of the pairs"
             )
         digest = xxhash.xxh3_128()
-        table = listing.FileTable(self._is_suffix)
-        unpaired = [np.empty(0, np.uint64)]
+        unpaired, table = [np.empty(0, np.uint64)], pa.BufferOutputStream()
 
         def stems() -> Iterator[_Stem]:
             for files in listing.list_files(self.root):
                 digest.update(files.folder + b"\0/" + b"/".join(files.keys) + b"\0/")
                 digest.update(files.sizes.tobytes())
-                table.add(files)
+                writer.write_batch(files.table(self._is_suffix))
                 alone: list[int] = []
                 for keys, num_records in _by_stem(files.keys, self.RECORD):
                     if num_records:
@@ -70,8 +70,11 @@ class PairsSource(Source):
                         alone += map(listing.container_hash, names)
                 unpaired.append(np.array(alone, np.uint64))
 
-        parts = tuple(_parts(stems(), samples_per_part))
-        return Scan(parts, digest.hexdigest(), np.concatenate(unpaired), files=table.finish())
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(table, listing.FILES_SCHEMA, options=options) as writer:
+            parts = tuple(_parts(stems(), samples_per_part))
+        found = table.getvalue().to_pybytes()
+        return Scan(parts, digest.hexdigest(), np.concatenate(unpaired), files=found)
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
