@@ -28,7 +28,7 @@ from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.reading.contents import file_head, file_names, is_pack_name
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
-from offline_packing.sources.roots.listing import DOT, PackedKeys
+from offline_packing.sources.roots.listing import DOT
 from offline_packing.storage.key_set import KeySet
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.record import decode_text
@@ -43,7 +43,7 @@ _Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media next to it. A part is PackedKeys of both, stem by stem."""
+    """One JSON file per sample, media next to it. A part is the keys of both, packed."""
 
     #: suffix of a record, in lower case; media have MEDIA_EXTENSIONS, other files are not read
     RECORD: ClassVar[bytes] = b"json"
@@ -94,7 +94,7 @@ class PairsSource(Source):
         return suffix.lower() in {self.RECORD, *_MEDIA}
 
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
-        for folder, keys in part.items.unpack():
+        for folder, keys in listing.unpack_keys(part.items):
             where = os.fsdecode(folder)
             if self.known is not None:
                 keys, num_known = self._drop_known(self.known, where, keys)
@@ -154,14 +154,14 @@ def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart
     held = 0
     for folder, keys, num_records in stems:
         if folders and held + num_records > samples_per_part:
-            yield SourcePart(PackedKeys.of(folders), held)
+            yield SourcePart(listing.pack_keys(folders), held)
             folders, held = [], 0
         if not folders or folders[-1][0] != folder:
             folders.append((folder, []))
         folders[-1][1].extend(keys)
         held += num_records
     if folders:
-        yield SourcePart(PackedKeys.of(folders), held)
+        yield SourcePart(listing.pack_keys(folders), held)
 
 
 def _by_stem(keys: Sequence[bytes], record: bytes) -> Iterator[tuple[list[bytes], int]]:

@@ -138,23 +138,16 @@ def container_hash(container: bytes) -> int:
     return xxhash.xxh3_64_intdigest(container)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedKeys:
-    """Keys by folder, in as few bytes as a part of 10⁷ files may have: names in order are alike."""
+def pack_keys(folders: list[tuple[bytes, list[bytes]]]) -> bytes:
+    """Pack keys that have a suffix, by their folder, in as few bytes as a part of 10⁷ files may
+    have: names in order are alike. No name holds a slash, and no key two zeros in a row."""
+    blocks = [folder + DOT + b"/".join(keys) for folder, keys in folders]
+    return bytes(pa.Codec("zstd").compress((DOT + DOT).join(blocks), asbytes=True))
 
-    size: int
-    data: bytes
 
-    @classmethod
-    def of(cls, folders: list[tuple[bytes, list[bytes]]]) -> "PackedKeys":
-        """Pack keys that have a suffix. No name holds a slash, and no key two zeros in a row."""
-        blocks = [folder + DOT + b"/".join(keys) for folder, keys in folders]
-        data = (DOT + DOT).join(blocks)
-        return cls(len(data), pa.Codec("zstd").compress(data, asbytes=True))
-
-    def unpack(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (folder, keys), in order."""
-        data = pa.Codec("zstd").decompress(self.data, self.size, asbytes=True)
-        for block in data.split(DOT + DOT):
-            folder, _, keys = block.partition(DOT)
-            yield folder, keys.split(b"/")
+def unpack_keys(packed: bytes) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yield (folder, keys), in order."""
+    data = pa.CompressedInputStream(pa.BufferReader(packed), "zstd").read()
+    for block in data.split(DOT + DOT):
+        folder, _, keys = block.partition(DOT)
+        yield folder, keys.split(b"/")
