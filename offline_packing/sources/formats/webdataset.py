@@ -230,11 +230,10 @@ class WebDatasetSource(Source):
                 "bad_record",
                 f"no .json and no .txt among the members {', '.join(sample.members)}"[:200],
             )
-        if record is None:
-            return texts[:1]
-        is_whole = not texts or self.fields
-        if is_whole or has_answer(self.parse_parts({record: sample.read(record)})):
-            return [record]
+        if record is not None:
+            is_whole = not texts or self.fields
+            if is_whole or has_answer(self.parse_parts({record: sample.read(record)})):
+                return [record]
         return texts[:1]
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:

@@ -127,26 +127,23 @@ class MediaRoot:
         """Open a regular file under the root, and return its descriptor. Raises SampleError as
         `open`."""
         path = self.path(container)
+        # Non-blocking: opening a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         with _missing(container, missing):
             if not self._holds(_real_folder(path.rpartition("/")[0])):
                 raise self._outside(path, container, "behind a link")
-            descriptor = self._open_here(path, container)
+            try:
+                descriptor = os.open(path, flags | os.O_NOFOLLOW)
+            except OSError:
+                if not os.path.islink(path):
+                    raise
+                if not self._holds(os.path.realpath(path)):
+                    raise self._outside(path, container, "a link") from None
+                descriptor = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise SampleError(missing, f"{container!r} is not a regular file")
         return descriptor
-
-    def _open_here(self, path: str, container: str) -> int:
-        # Non-blocking: opening a named pipe would wait for a writer.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            return os.open(path, flags | os.O_NOFOLLOW)
-        except OSError:
-            if not os.path.islink(path):
-                raise
-        if not self._holds(os.path.realpath(path)):
-            raise self._outside(path, container, "a link")
-        return os.open(path, flags)
 
     def _outside(self, path: str, container: str, what: str) -> SampleError:
         target = os.path.realpath(path)
