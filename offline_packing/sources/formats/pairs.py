@@ -33,7 +33,6 @@ from offline_packing.storage.key_set import KeySet
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.record import decode_text
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _MEDIA: Final = frozenset(name.encode() for name in MEDIA_EXTENSIONS)
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
@@ -116,7 +115,7 @@ class PairsSource(Source):
         try:
             if key != stem:
                 raise SampleError("bad_record", "the file name is not UTF-8")
-            data = self.root.read(container, MAX_JSON_BYTES)
+            data = self.root.read(container)
             content = self.parse(data)
         except Exception as error:  # noqa: BLE001 - of this record
             return SourceRecord(key, Locator("file", container, 0, 0), as_sample_error(error))

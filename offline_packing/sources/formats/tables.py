@@ -308,7 +308,7 @@ class HuggingFaceSource(TableSource):
         except FileNotFoundError:
             return None
         try:
-            return orjson.loads(self.root.read(container, MAX_JSON_BYTES))
+            return orjson.loads(self.root.read(container))
         except (SampleError, ValueError) as error:
             raise StageError(
                 f"{self.root.path(container)} cannot be read: {error}; save the dataset again"

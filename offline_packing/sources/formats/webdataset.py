@@ -293,9 +293,7 @@ def group_members(container: str, file: BinaryIO, *, split: bool = False) -> Ite
             yield from divide(sample)
 
 
-def divide_parts(
-    parts: Collection[str], is_split: bool = False
-) -> list[tuple[str, list[str], bool]]:
+def divide_parts(parts: Collection[str], is_split: bool) -> list[tuple[str, list[str], bool]]:
     """Divide the parts of members that share KEY into samples. Return the stem and the parts of
     each, and whether it is refused; the sample of the last part comes last.
 
