@@ -304,16 +304,11 @@ class Source(ABC):
 
     def read_media(self, locator: Locator) -> bytes:
         """Read the bytes of a medium. Raises StageError if they no longer exist."""
-        if locator.kind == "record":
-            return self._read_inline(locator)
-        return read_locator(self.media_root(locator), locator, self.unpack_folder)
-
-    def _read_inline(self, locator: Locator) -> bytes:
-        """Read the bytes of a medium that is text in its record. The record is cached: it may hold
-        many."""
+        if locator.kind != "record":
+            return read_locator(self.media_root(locator), locator, self.unpack_folder)
         at, text_hash = record_around(locator)
         try:
-            if self._texts is None or self._texts[0] != at:
+            if self._texts is None or self._texts[0] != at:  # a record may hold many
                 paired, is_file = ("paired",), self.files_at(at)
                 media = to_sample(self.read(at), "", self.task, paired, is_file).media
                 self._texts = at, {hash_text(name): name for name in media if is_inline(name)}

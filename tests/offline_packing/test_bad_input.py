@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import features
 
-from offline_packing.sources.formats import pairs
+from offline_packing.sources.roots import roots
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
@@ -251,7 +251,7 @@ def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_json_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(roots, "MAX_JSON_BYTES", 1000)
     create(tmp_path / "data", "small", {"caption": "a"}, {".jpg": JPEG})
     create(tmp_path / "data", "large", {"caption": "a" * 1000}, {".jpg": JPEG})
     results = outcomes(make_run(tmp_path / "data", tmp_path / "out"))

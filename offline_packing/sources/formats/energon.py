@@ -36,7 +36,6 @@ from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.records.forms import best_answer
 from task_encoders.records.record import decode_text, load_json
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ class EnergonSource(WebDatasetSource):
     def _read_yaml(self, name: str) -> Mapping[str, Any]:
         container = f".nv-meta/{name}"
         try:
-            data = self.root.read(container, MAX_JSON_BYTES)
+            data = self.root.read(container)
             content: Any = parse_yaml(data.decode("utf-8"), "it")
             if not isinstance(content, dict):
                 raise ConfigError("it holds no mapping")

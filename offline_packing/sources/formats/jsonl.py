@@ -22,9 +22,10 @@ import io
 import os
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
@@ -54,7 +55,6 @@ from task_encoders.samples.limits import MAX_JSON_BYTES
 #: Bytes at a time while listing, and while reading records.
 _BLOCK: Final = 2 << 20
 _BUFFER: Final = 1 << 16
-_CODECS: Final = ("", *(f".{name}" for name in CODECS))
 _BOM: Final = b"\xef\xbb\xbf"
 _UTF16: Final = (b"\xff\xfe", b"\xfe\xff")
 #: Bytes at the beginning of a file by which its form is known, and most bytes after its records.
@@ -67,9 +67,10 @@ _EMPTY: Final = "it is empty; restore it"
 _LIST: Final = re.compile(rb"\s*\[(?=\s*\{)")
 
 
-def endings(suffix: str, codecs: Iterable[str] = _CODECS) -> tuple[str, ...]:
-    """Return the endings of plain and compressed files."""
-    return tuple(suffix + codec for codec in codecs)
+def _endings(suffix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the endings of plain and compressed files that are read; and of those that are not."""
+    read = (suffix, *(f"{suffix}.{name}" for name in CODECS))
+    return read, tuple(suffix + codec for codec in UNREAD_SUFFIXES)
 
 
 class _LineCutter:
@@ -102,8 +103,7 @@ class JsonlSource(Source):
     one part."""
 
     Options = FileOptions
-    ENDINGS = endings(".jsonl")
-    UNREAD = endings(".jsonl", UNREAD_SUFFIXES)
+    ENDINGS, UNREAD = _endings(".jsonl")
     #: whether a line break ends a record
     BY_LINE: ClassVar[bool] = True
     #: whether a record may be a list of records
@@ -129,28 +129,19 @@ class JsonlSource(Source):
 
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
-
-        def cut(container: str) -> tuple[list[SourcePart], str]:
-            content = xxhash.xxh3_128()
-            parts, problem = self._cut(container, samples_per_part, content)
-            digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
-            if not problem:
-                columns, problem = self._heading(container)
-                if columns and (counted := parts[0].num_records) is not None:
-                    parts[0] = replace(parts[0], num_records=counted - 1)
-            return parts, problem
-
-        return Scan(self.cut_files(cut), digest.hexdigest())
+        parts = self.cut_files(partial(self._cut, samples_per_part, digest))
+        return Scan(parts, digest.hexdigest())
 
     def _cut(
-        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
+        self, records_per_part: int, digest: "xxhash.xxh3_128", container: str
     ) -> tuple[list[SourcePart], str]:
-        """Cut a file into parts, see `cut_files`. Bytes that are read are handed to `content`; of a
-        damaged file these are its first ones."""
+        """Cut a file into parts, see `cut_files`. The digest gets the name of the file and a hash
+        of its bytes, of a damaged file of the first ones."""
         whole = SourcePart((container, 0, None, 1), None)
         #: offset and number of the first line or element of each part
         cuts, num_records, num_lines, offset, is_open = [(0, 1)], 0, 0, 0, False
         cutter, is_packed = self._cutter(container, 0), codec_of(container) is not None
+        content = xxhash.xxh3_128()
         with self.open_container(container, sequential=True) as file:
             head = file.read(_HEAD)
             problem = _EMPTY if not head else "" if is_packed else self._problem_of(head)
@@ -168,10 +159,14 @@ class JsonlSource(Source):
                 rest = block[ends[-1] :] if len(ends) else block
                 is_open = cutter.is_record(rest) or (is_open and not len(ends))
                 offset += len(block)
-        if is_packed and not problem:
-            return [whole], ""
-        if not num_records and not is_open:
-            return [replace(whole, num_records=1)], problem or _EMPTY
+        digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
+        if not (problem or is_packed or num_records or is_open):
+            problem = _EMPTY
+        if problem:
+            return [replace(whole, num_records=1)], problem
+        columns, problem = self._heading(container)
+        if is_packed:
+            return [whole], problem
         # A last line without its end is a record, and an array that was cut is one more.
         num_left = is_open + bool(cutter.damage(b"")[0])
         if num_records % records_per_part == 0 and not num_left:
@@ -179,10 +174,11 @@ class JsonlSource(Source):
         ends_at = [*(end for end, _ in cuts[1:]), None]
         counts = [records_per_part] * len(cuts)
         counts[-1] = num_records + num_left - sum(counts[:-1])
+        counts[0] -= bool(columns)
         return [
             SourcePart((container, start, end, first), count)
             for (start, first), end, count in zip(cuts, ends_at, counts, strict=True)
-        ], ""
+        ], problem
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -324,8 +320,7 @@ def _have_text(
 class JsonSource(JsonlSource):
     """Each file is one JSON array of records, or an object with such an array."""
 
-    ENDINGS = endings(".json")
-    UNREAD = endings(".json", UNREAD_SUFFIXES)
+    ENDINGS, UNREAD = _endings(".json")
     BY_LINE = False
 
     @classmethod
@@ -460,8 +455,7 @@ class _ArrayCutter(_LineCutter):
 class TextSource(JsonlSource):
     """Each line of a `.txt` is a sample without media, with task captioning trained as a whole."""
 
-    ENDINGS = endings(".txt")
-    UNREAD = endings(".txt", UNREAD_SUFFIXES)
+    ENDINGS, UNREAD = _endings(".txt")
     NESTED = False
 
     @classmethod
@@ -483,8 +477,7 @@ csv.field_size_limit(MAX_JSON_BYTES)  # of the process; the default is 128 KiB
 class TsvSource(JsonlSource):
     """Columns apart by tabs, a row per line."""
 
-    ENDINGS = endings(".tsv")
-    UNREAD = endings(".tsv", UNREAD_SUFFIXES)
+    ENDINGS, UNREAD = _endings(".tsv")
     NESTED = False
     DIALECT: ClassVar[Mapping[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
@@ -518,8 +511,7 @@ class TsvSource(JsonlSource):
 class CsvSource(TsvSource):
     """Columns apart by commas; quoted cells may hold line breaks."""
 
-    ENDINGS = endings(".csv")
-    UNREAD = endings(".csv", UNREAD_SUFFIXES)
+    ENDINGS, UNREAD = _endings(".csv")
     DIALECT: ClassVar[Mapping[str, Any]] = {}
 
     def _cutter(self, container: str, begin: int) -> _LineCutter:

@@ -26,7 +26,6 @@ from offline_packing.sources.roots.roots import Root, open_root
 from task_encoders.records.forms import read_history, with_input
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _INFO_NAME: Final = "dataset_info.json"
 _FORMATS: Final[Mapping[str, type[Source]]] = {
@@ -113,7 +112,7 @@ def _read_entry(root: Root, container: str, dataset: str | None) -> Mapping[str,
     """Read the entry of a dataset. Raises StageError if it cannot be read as LLaMA-Factory does."""
     path = root.path(container)
     try:
-        info = load_json(root.read(container, MAX_JSON_BYTES))
+        info = load_json(root.read(container))
     except SampleError as error:
         raise StageError(f"{path} cannot be read: {error}; restore it") from error
     if dataset is None or dataset not in info:

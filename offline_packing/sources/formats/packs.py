@@ -10,9 +10,8 @@ images by their path, from its own folder or `image_root` on.
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import StageError, as_sample_error
@@ -26,7 +25,6 @@ from task_encoders.packs.pack import PackFormatError, match_images, parse_json, 
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 
@@ -73,41 +71,29 @@ class PacksSource(WebDatasetSource):
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         if isinstance(part.items, str):
             yield from super().records(part)
-            return
-        for container in part.items:
-            stem = container.removesuffix(".json")
-            try:
-                data = self.root.read(container, MAX_JSON_BYTES)
-            except SampleError as error:
-                yield SourceRecord(stem, Locator("file", container, 0, 0), error)
-            else:
-                yield from self._sub_samples(stem, Locator("bytes", container, 0, len(data)), data)
+        else:
+            for container in part.items:
+                at = Locator("bytes", container, 0, 0)
+                yield from self._sub_samples(container.removesuffix(".json"), at)
 
     def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
-        try:
-            if JSON_PART not in sample.members:
-                raise SampleError("bad_json", f"pack {key!r} has no .json member")
-            data = sample.read(JSON_PART)
-            media = self._media(sample)
-        except SampleError as error:
-            yield SourceRecord(key, sample.at(), error)
-            return
-        member = sample.members[JSON_PART]
-        at = sample.at(member.offset, member.size)
-        yield from self._sub_samples(key, at, data, embedded_media(sample, media), media)
+        return self._sub_samples(key, sample.at(), sample)
 
     def _sub_samples(
-        self,
-        key: str,
-        at: Locator,
-        data: bytes,
-        embedded: Mapping[str, Embedded] = MappingProxyType({}),
-        members: Sequence[str] = (),
+        self, key: str, at: Locator, sample: TarSample | None = None
     ) -> Iterator[SourceRecord]:
-        """Yield the records of a pack whose JSON is at a locator. `members` are its images in a
-        tar."""
-        kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
+        """Yield the records of a pack: of its JSON in a file at a locator, or of a tar's sample."""
+        embedded: dict[str, Embedded] = {}
+        media: list[str] = []
         try:
+            if sample is None:
+                data = self.root.read(at.container)
+            elif JSON_PART not in sample.members:
+                raise SampleError("bad_json", f"pack {key!r} has no .json member")
+            else:
+                at = sample.at(sample.members[JSON_PART].offset)
+                data, media = sample.read(JSON_PART), self._media(sample)
+                embedded = embedded_media(sample, media)
             content = parse_json(data, key)
             meta = content.get("meta")
             meta = meta if isinstance(meta, dict) else {}
@@ -127,11 +113,12 @@ class PacksSource(WebDatasetSource):
         except Exception as error:  # noqa: BLE001 - of this record
             yield SourceRecord(key, at, as_sample_error(error))
             return
-        matched = match_images(content.get("images"), key.rpartition("/")[2], members)
-        embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
+        matched = match_images(content.get("images"), key.rpartition("/")[2], media)
+        embedded |= {name: embedded[part] for name, part in matched.items()}
+        kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         for i, (sub_key, sub) in enumerate(zip(pack.keys, pack.sub_samples, strict=True)):
             record = b"" if isinstance(sub, SampleError) else to_json(sub)
-            column = f"{self.task}.{i}.{at.size}"
+            column = f"{self.task}.{i}.{len(data)}"
             place = Locator(kind, at.container, at.offset, len(record), column)
             found = sub if isinstance(sub, SampleError) else load_json(record)
             yield SourceRecord(sub_key, place, found, None, embedded)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from offline_packing.errors import StageError, as_sample_error
@@ -27,12 +28,11 @@ from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.reading.contents import file_head, file_names, is_pack_name
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
-from offline_packing.sources.roots.listing import DOT, PackedKeys
+from offline_packing.sources.roots.listing import DOT
 from offline_packing.storage.key_set import KeySet
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.record import decode_text
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _MEDIA: Final = frozenset(name.encode() for name in MEDIA_EXTENSIONS)
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
@@ -42,7 +42,7 @@ _Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media next to it. A part is PackedKeys of both, stem by stem."""
+    """One JSON file per sample, media next to it. A part is the keys of both, packed."""
 
     #: suffix of a record, in lower case; media have MEDIA_EXTENSIONS, other files are not read
     RECORD: ClassVar[bytes] = b"json"
@@ -53,14 +53,13 @@ class PairsSource(Source):
                 f"source path {self.path!r} is a file; set it to the folder of the pairs"
             )
         digest = xxhash.xxh3_128()
-        table = listing.FileTable(self._is_suffix)
-        unpaired = [np.empty(0, np.uint64)]
+        unpaired, table = [np.empty(0, np.uint64)], pa.BufferOutputStream()
 
         def stems() -> Iterator[_Stem]:
             for files in listing.list_files(self.root):
                 digest.update(files.folder + b"\0/" + b"/".join(files.keys) + b"\0/")
                 digest.update(files.sizes.tobytes())
-                table.add(files)
+                writer.write_batch(files.table(self._is_suffix))
                 alone: list[int] = []
                 for keys, num_records in _by_stem(files.keys, self.RECORD):
                     if num_records:
@@ -70,8 +69,11 @@ class PairsSource(Source):
                         alone += map(listing.container_hash, names)
                 unpaired.append(np.array(alone, np.uint64))
 
-        parts = tuple(_parts(stems(), samples_per_part))
-        return Scan(parts, digest.hexdigest(), np.concatenate(unpaired), files=table.finish())
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(table, listing.FILES_SCHEMA, options=options) as writer:
+            parts = tuple(_parts(stems(), samples_per_part))
+        found = table.getvalue().to_pybytes()
+        return Scan(parts, digest.hexdigest(), np.concatenate(unpaired), files=found)
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -91,7 +93,7 @@ class PairsSource(Source):
         return suffix.lower() in {self.RECORD, *_MEDIA}
 
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
-        for folder, keys in part.items.unpack():
+        for folder, keys in listing.unpack_keys(part.items):
             where = os.fsdecode(folder)
             if self.known is not None:
                 keys, num_known = self._drop_known(self.known, where, keys)
@@ -113,7 +115,7 @@ class PairsSource(Source):
         try:
             if key != stem:
                 raise SampleError("bad_record", "the file name is not UTF-8")
-            data = self.root.read(container, MAX_JSON_BYTES)
+            data = self.root.read(container)
             content = self.parse(data)
         except Exception as error:  # noqa: BLE001 - of this record
             return SourceRecord(key, Locator("file", container, 0, 0), as_sample_error(error))
@@ -151,14 +153,14 @@ def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart
     held = 0
     for folder, keys, num_records in stems:
         if folders and held + num_records > samples_per_part:
-            yield SourcePart(PackedKeys.of(folders), held)
+            yield SourcePart(listing.pack_keys(folders), held)
             folders, held = [], 0
         if not folders or folders[-1][0] != folder:
             folders.append((folder, []))
         folders[-1][1].extend(keys)
         held += num_records
     if folders:
-        yield SourcePart(PackedKeys.of(folders), held)
+        yield SourcePart(listing.pack_keys(folders), held)
 
 
 def _by_stem(keys: Sequence[bytes], record: bytes) -> Iterator[tuple[list[bytes], int]]:

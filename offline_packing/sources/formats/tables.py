@@ -54,7 +54,7 @@ class TableSource(Source):
         def cut(container: str) -> tuple[list[SourcePart], str]:
             parts, problem, first = list[SourcePart](), "", 0
             try:
-                rows = RowFile.open(self.open_container(container), self.KIND)
+                rows = RowFile(self.open_container(container), self.KIND)
             except Exception as error:  # noqa: BLE001 - of this file
                 return [SourcePart((container, range(0), 0), 1)], _damage_of(error)
             try:
@@ -76,7 +76,7 @@ class TableSource(Source):
         stem = container.rpartition(".")[0]
         end = row + (part.num_records or 0)
         try:
-            rows = RowFile.open(self.open_container(container), self.KIND)
+            rows = RowFile(self.open_container(container), self.KIND)
             columns = self._columns(rows.schema)
             with_bytes = [field.name for field in rows.schema if holds_bytes(field.type)]
             media = self.fields.media_columns() & set(with_bytes)
@@ -308,7 +308,7 @@ class HuggingFaceSource(TableSource):
         except FileNotFoundError:
             return None
         try:
-            return orjson.loads(self.root.read(container, MAX_JSON_BYTES))
+            return orjson.loads(self.root.read(container))
         except (SampleError, ValueError) as error:
             raise StageError(
                 f"{self.root.path(container)} cannot be read: {error}; save the dataset again"

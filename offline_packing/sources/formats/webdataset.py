@@ -12,7 +12,6 @@ videos is read: a `.pkl` is never loaded.
 """
 
 import io
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -157,10 +156,7 @@ class WebDatasetSource(Source):
         stem = container[: len(container) - len(ending)]
         with self.open_container(container, sequential=True) as packed:
             file = open_unpacked(packed, container)
-            keep_data = not file.seekable()
-            for sample in group_members(
-                container, file, keep_data=keep_data, most=_MOST_KEPT, split=self.SPLITS
-            ):
+            for sample in group_members(container, file, split=self.SPLITS):
                 key = f"{stem}/{sample.key}" if sample.key else container
                 if sample.damage is not None:
                     yield self.damaged(key, sample.at(), sample.damage)
@@ -234,19 +230,19 @@ class WebDatasetSource(Source):
                 "bad_record",
                 f"no .json and no .txt among the members {', '.join(sample.members)}"[:200],
             )
-        if record is None:
-            return texts[:1]
-        is_whole = not texts or self.fields
-        if is_whole or has_answer(self.parse_parts({record: sample.read(record)})):
-            return [record]
+        if record is not None:
+            is_whole = not texts or self.fields
+            if is_whole or has_answer(self.parse_parts({record: sample.read(record)})):
+                return [record]
         return texts[:1]
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         if column != _SPAN:
             return self.parse_parts({column: data})
         # The span ends where its last member does, without an end marker.
-        found = group_members("", io.BytesIO(data), keep_data=True, most=math.inf)
-        return self.parse_parts(next((one.data for one in found if not one.refused), {}))
+        found = group_members("", file := io.BytesIO(data))
+        sample = next((one for one in found if not one.refused), TarSample("", file))
+        return self.parse_parts({part: sample.read(part) for part in self._record_parts(sample)})
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
         """Parse the record made of some members. Raises SampleError."""
@@ -256,14 +252,12 @@ class WebDatasetSource(Source):
         return {"caption": decode_text(data)}
 
 
-def group_members(
-    container: str, file: BinaryIO, *, keep_data: bool, most: float, split: bool = False
-) -> Iterator[TarSample]:
+def group_members(container: str, file: BinaryIO, *, split: bool = False) -> Iterator[TarSample]:
     """Yield the samples of an open tar; members that belong to none, each as one that says so, as
     does the last if the tar is damaged. A part that comes twice begins another sample of the same
-    key. `keep_data`: texts and media are read on the way, as the tar cannot be read at any place;
-    at `most` bytes of a sample. `split`: members that share KEY are divided by `divide_parts`."""
-    reader = TarReader(file)
+    key. Of a tar that cannot be read at any place, texts and media are read on the way, at most
+    _MOST_KEPT bytes of a sample. `split`: members that share KEY are divided by `divide_parts`."""
+    reader, is_seekable = TarReader(file), file.seekable()
     sample = TarSample(container, file)
     divide = TarSample.divide if split else lambda one: [one]
     try:
@@ -279,15 +273,12 @@ def group_members(
                     yield from divide(sample)
                 sample = TarSample(container, file, key)
             sample.members[part] = member
-            if (
-                keep_data
-                and member.is_file
-                and member.size <= _KEPT_BYTES.get(_extension(part), -1)
-            ):
+            most = -1 if is_seekable else _KEPT_BYTES.get(_extension(part), -1)
+            if member.is_file and member.size <= most:
                 sample.to_keep += member.size
-                if split and sample.to_keep - member.size <= most < sample.to_keep:
+                if split and sample.to_keep - member.size <= _MOST_KEPT < sample.to_keep:
                     yield from sample.take_finished()
-                if sample.to_keep <= most:
+                if sample.to_keep <= _MOST_KEPT:
                     sample.data[part] = reader.read(member)
     except DamagedStreamError as error:
         *others, sample = divide(sample)
@@ -302,9 +293,7 @@ def group_members(
             yield from divide(sample)
 
 
-def divide_parts(
-    parts: Collection[str], is_split: bool = False
-) -> list[tuple[str, list[str], bool]]:
+def divide_parts(parts: Collection[str], is_split: bool) -> list[tuple[str, list[str], bool]]:
     """Divide the parts of members that share KEY into samples. Return the stem and the parts of
     each, and whether it is refused; the sample of the last part comes last.
 

@@ -17,7 +17,7 @@ from task_encoders.families import FAMILIES
 from task_encoders.storage.paths import is_url
 from task_encoders.text.chat_templates import JinjaTemplate
 
-#: Suffix of a file, and the value of source.format that reads it.
+#: Suffix of a file, and the value of source.format that reads it; none is the end of another.
 _FORMATS: Final = {
     ".tar": "webdataset",
     ".tar.gz": "webdataset",
@@ -106,11 +106,8 @@ def describe_others(path: str, wanted: str) -> str:
     here: source.format=webdataset'; "" if there are none, or the path is remote."""
     if is_url(path):
         return ""
-    longest = (
-        max((end for end in _FORMATS if name.lower().endswith(end)), key=len, default="")
-        for name in file_names(Path(path))
-    )
-    counts = Counter(filter(None, longest))
+    names = [name.lower() for name in file_names(Path(path))]
+    counts = Counter(end for name in names for end in _FORMATS if name.endswith(end))
     return ", ".join(
         f"{count:,} *{suffix} here: source.format={_FORMATS[suffix]}"
         for suffix, count in counts.most_common()

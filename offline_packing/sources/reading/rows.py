@@ -54,13 +54,20 @@ _BUFFER_BYTES: Final = 4 << 20
 class RowFile:
     """One open Parquet or Arrow file."""
 
-    def __init__(
-        self, source: "BinaryIO | pa.NativeFile", kind: str, mapped: mmap.mmap | None = None
-    ) -> None:
-        """Read what a table says of itself. Raises pa.ArrowException or OSError if the file is
-        damaged."""
-        self._mapped = mapped
+    def __init__(self, file: BinaryIO, kind: str) -> None:
+        """Read what the table in a file says of itself. A local Arrow file is mapped: nothing is
+        read before it is used. Of a mapped Parquet file, packed and unpacked pages would both be
+        in memory. Raises pa.ArrowException or OSError if the file is damaged."""
+        source: BinaryIO | pa.NativeFile = file
+        self._mapped: mmap.mmap | None = None
         self._parquet: pq.ParquetFile | None = None
+        if isinstance(getattr(file, "raw", None), io.FileIO):
+            with file:
+                if kind == "parquet_row":
+                    source = pa.OSFile(f"/dev/fd/{file.fileno()}")
+                else:
+                    self._mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                    source = pa.BufferReader(pa.py_buffer(self._mapped))
         if kind == "parquet_row":
             # Only with a buffer it is read a page at a time.
             self._parquet = pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -80,18 +87,6 @@ class RowFile:
             self.schema = self._arrow.schema
         #: first row of each group, and the number of rows
         self.group_starts = [0, *itertools.accumulate(self.group_rows)]
-
-    @classmethod
-    def open(cls, file: BinaryIO, kind: str) -> "RowFile":
-        """Open the table in a file. A local Arrow file is mapped: nothing is read before it is
-        used. Of a mapped Parquet file, packed and unpacked pages would both be in memory."""
-        if not isinstance(getattr(file, "raw", None), io.FileIO):
-            return cls(file, kind)
-        with file:
-            if kind == "parquet_row":
-                return cls(pa.OSFile(f"/dev/fd/{file.fileno()}"), kind)
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        return cls(pa.BufferReader(pa.py_buffer(mapped)), kind, mapped)
 
     def batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one group in order, a few megabytes at a time. Memory depends on the
@@ -117,10 +112,6 @@ class RowFile:
         """Release the memory of pages read from a mapped file; they are read again if needed."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
-
-    def group(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """Read all rows of one group."""
-        return pa.Table.from_batches(self.batches(number, columns))
 
     def row(self, number: int, columns: Sequence[str]) -> pa.Table:
         """Return one row of an Arrow file that we wrote, and that is therefore not checked."""
@@ -154,10 +145,11 @@ def holds_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column can hold images: binary of any kind, {bytes, path}, or lists of
     these."""
     kind, types = _innermost(kind), pa.types
-    is_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
-    return holds_pictures(kind) or any(
-        is_one(kind) for is_one in (*is_bytes, types.is_fixed_size_binary)
+    is_bytes = (
+        *(types.is_binary, types.is_large_binary, types.is_binary_view),
+        *(types.is_fixed_size_binary, holds_pictures),
     )
+    return any(is_one(kind) for is_one in is_bytes)
 
 
 def holds_pictures(kind: pa.DataType) -> bool:
@@ -205,16 +197,16 @@ def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
     their column; an image that is only a path keeps the path as its name."""
     if value is None:
         return None, {}
-    values = value if isinstance(value, list) else [value]
-    named = [_name_one(one, f"{column}.{i}") for i, one in enumerate(values)]
-    return [name for name, _ in named], {name: data for name, data in named if data is not None}
-
-
-def _name_one(value: Any, column: str) -> tuple[str, bytes | None]:
-    if isinstance(value, Mapping):
-        data = value.get("bytes")
-        return (str(value.get("path") or ""), None) if data is None else (column, data)
-    return ("", None) if value is None else (column, value)
+    names, media = [], {}
+    for i, one in enumerate(value if isinstance(value, list) else [value]):
+        name, path = f"{column}.{i}", ""
+        if isinstance(one, Mapping):
+            path = str(one.get("path") or "")
+            one = one.get("bytes")
+        if one is not None:
+            media[name] = one
+        names.append(path if one is None else name)
+    return names, media
 
 
 def record_column(columns: Sequence[str], media_columns: Collection[str]) -> str:
@@ -305,19 +297,16 @@ class ArrowBatches:
             sizes = [(len(batch), 0) for batch in self._batches]
         else:
             for message, (num_rows, num_bytes) in zip(messages, sizes, strict=True):
-                self._check(message, num_rows, num_bytes)
+                if not 0 <= num_rows <= MAX_BATCH_ROWS:  # each would be set aside
+                    problem = (
+                        f"a batch claims {num_rows:,} rows, at most {MAX_BATCH_ROWS:,} are read"
+                    )
+                    raise pa.ArrowInvalid(f"{problem}; write smaller ones")
+                if not num_bytes:
+                    pa.ipc.read_record_batch(message, self.schema)  # checks it, and copies nothing
         #: rows of each batch, and the bytes that it is unpacked to; 0: it is used as it is
         self.num_rows = [num_rows for num_rows, _ in sizes]
         self.unpacked = [num_bytes for _, num_bytes in sizes]
-
-    def _check(self, message: pa.Message, num_rows: int, num_bytes: int) -> None:
-        """Raise pa.ArrowException or OSError if a batch cannot have the rows it claims: each would
-        be set aside."""
-        if not 0 <= num_rows <= MAX_BATCH_ROWS:
-            problem = f"a batch claims {num_rows:,} rows, at most {MAX_BATCH_ROWS:,} are read"
-            raise pa.ArrowInvalid(f"{problem}; write smaller ones")
-        if not num_bytes:
-            pa.ipc.read_record_batch(message, self.schema)  # copies nothing
 
     def read(self, number: int) -> pa.RecordBatch:
         """Read one batch; uncompressed buffers stay in the mapped file."""
@@ -405,19 +394,13 @@ class WantedRows:
 
 @dataclass
 class _AtHand:
-    """Prepared part of one file: some rows, ascending, and a folder for copies of groups."""
+    """Prepared part of one file: some rows, ascending, which `copy` holds; and a folder for copies
+    of other groups."""
 
     columns: tuple[str, ...]
     folder: Path
     rows: Rows
     copy: RowFile | None
-
-    def row(self, number: int, columns: Sequence[str]) -> pa.Table | None:
-        """Read a row; None: it is not kept."""
-        place = int(np.searchsorted(self.rows, number))
-        if self.copy is None or place == len(self.rows) or self.rows[place] != number:
-            return None
-        return self.copy.row(place, columns)
 
 
 class _RowReader:
@@ -440,8 +423,10 @@ class _RowReader:
         path = root.path(container)
         prepared = (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns))
         at_hand = next(prepared, None)
-        if at_hand is not None and (found := at_hand.row(row, columns)) is not None:
-            return found
+        if at_hand is not None and at_hand.copy is not None:
+            place = int(np.searchsorted(at_hand.rows, row))
+            if row in at_hand.rows[place : place + 1]:
+                return at_hand.copy.row(place, columns)
         file, version = self.file(root, kind, container)
         number = bisect.bisect_right(file.group_starts, row) - 1
         if number == len(file.group_rows):
@@ -449,8 +434,11 @@ class _RowReader:
         place = row - file.group_starts[number]
         if at_hand is not None:
             return self._copy(file, (path, version, number), at_hand).row(place, columns)
-        key = (version, number, "\0".join(columns))
-        group = _cached(self._groups, key, lambda: file.group(number, columns))
+
+        def read() -> pa.Table:
+            return pa.Table.from_batches(file.batches(number, columns))
+
+        group = _cached(self._groups, (version, number, "\0".join(columns)), read)
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
             self._groups.pop(next(iter(self._groups)))
         return group.slice(place, 1)
@@ -458,7 +446,7 @@ class _RowReader:
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
         """Open a file; return it and its version."""
         key = root.version(container)
-        return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key
+        return _cached(self._files, key, lambda: RowFile(root.open(container), kind)), key
 
     def count(self, num_bytes: int) -> None:
         """Count bytes read: from time to time the memory of mapped files is released."""
@@ -481,7 +469,7 @@ class _RowReader:
         def make() -> RowFile:
             what = f"row group {number} of {path}"
             copy = unpacked_copy(name, what, at_hand.folder, write)
-            return RowFile.open(copy.open("rb"), "arrow_row")
+            return RowFile(copy.open("rb"), "arrow_row")
 
         return _cached(self.copies, name, make)
 
@@ -526,7 +514,7 @@ def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> list[_At
         at_once = (counts > 0) & (much | (np.asarray(file.group_bytes) <= SMALL_GROUP))
         with translate_disk_full(scratch), tempfile.TemporaryFile(dir=scratch) as kept:
             rows = _write_rows(kept, file, np.flatnonzero(at_once), wanted)
-            copy = RowFile.open(kept, "arrow_row") if len(rows) else None
+            copy = RowFile(kept, "arrow_row") if len(rows) else None
             return [_AtHand(wanted.columns, unpack_folder, rows, copy)]
     except (*_DAMAGE, SampleError) as error:
         path = wanted.root.path(wanted.container)

@@ -8,9 +8,9 @@ names, after the files next to them.
 import bisect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,57 +47,64 @@ class Files:
     sizes: Numbers
     times: Numbers
 
+    def names(self) -> list[bytes]:
+        """Return the names of the files in the folder."""
+        return b"/".join(self.keys).replace(DOT, b".").split(b"/")  # no name holds a slash
 
-class _Names:
-    """Keys of a folder in one buffer, as they come."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self._numbers = tuple(bytearray() for _ in range(3))  # lengths, sizes, times: int64
-
-    def add(self, files: list[tuple[bytes, int, int]]) -> None:
-        """Add files by name, size and time."""
-        keys = [to_key(name) for name, _, _ in files]
-        self._data += b"".join(keys)
-        columns = (map(len, keys), (size for _, size, _ in files), (time for *_, time in files))
-        for numbers, column in zip(self._numbers, columns, strict=True):
-            numbers += np.fromiter(column, np.int64, len(keys)).tobytes()
-
-    def in_order(self) -> Iterator[tuple[list[bytes], Numbers, Numbers]]:
-        """Yield keys, sizes and times in order, some at a time; a stem is never cut."""
-        lengths, sizes, times = (np.frombuffer(numbers, np.int64) for numbers in self._numbers)
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        del lengths
-        self._numbers = ()
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self._data)]
-        keys = pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
-        order = pc.array_sort_indices(keys)
-        held: list[bytes] = []
-        first = 0
-        for start in range(0, len(keys), _CHUNK):
-            held += keys.take(order[start : start + _CHUNK]).to_pylist()
-            last = start + _CHUNK >= len(keys)
-            end = len(held) if last else bisect.bisect_left(held, held[-1].partition(DOT)[0])
-            if end:
-                places = order[first : first + end].to_numpy()
-                yield held[:end], sizes[places], times[places]
-                held, first = held[end:], first + end
+    def table(self, is_read: Callable[[bytes], bool]) -> pa.RecordBatch:
+        """Return the files whose suffix a source reads, as rows of FILES_SCHEMA."""
+        chosen = np.array([is_read(key.partition(DOT)[2]) for key in self.keys], bool)
+        containers = [self.folder + name for name in itertools.compress(self.names(), chosen)]
+        return pa.record_batch([containers, self.sizes[chosen], self.times[chosen]], FILES_SCHEMA)
 
 
 def list_files(root: Root, folder: bytes = b"") -> Iterator[Files]:
     """Yield all files; a large folder in several pieces."""
     folders: list[bytes] = []
-    names = _Names()
+    # All keys, one after another; and as int64 a 0 with the ends of the keys, sizes, times.
+    keys, numbers = bytearray(), (bytearray(8), bytearray(), bytearray())
     found = root.list_folder(folder)
     while chunk := list(itertools.islice(found, _CHUNK)):
         folders += [name for name, size, _ in chunk if size is None]
-        names.add([(name, size, time) for name, size, time in chunk if size is not None])
-    for keys, sizes, times in names.in_order():
-        yield Files(folder, keys, sizes, times)
-    del names
+        _append(keys, numbers, [one for one in chunk if one[1] is not None])
+    for own, sizes, times in _in_order(keys, *numbers):
+        yield Files(folder, own, sizes, times)
+    del keys, numbers
     for name in sorted(folders):
         yield from list_files(root, folder + name + b"/")
+
+
+def _append(
+    data: bytearray, numbers: Iterable[bytearray], files: Sequence[tuple[bytes, Any, int]]
+) -> None:
+    """Append the keys of files to `data`, and where these end, sizes and times to `numbers`."""
+    keys = [to_key(name) for name, _, _ in files]
+    ends = len(data) + np.cumsum([len(key) for key in keys], dtype=np.int64)
+    data += b"".join(keys)
+    columns = (ends, [size for _, size, _ in files], [time for *_, time in files])
+    for column, values in zip(numbers, columns, strict=True):
+        column += np.array(values, np.int64).tobytes()
+
+
+def _in_order(
+    data: bytearray, ends: bytearray, sizes: bytearray, times: bytearray
+) -> Iterator[tuple[list[bytes], Numbers, Numbers]]:
+    """Yield the keys of a folder in order, some at a time, with the files' sizes and times; a stem
+    is never cut."""
+    numbers = [np.frombuffer(column, np.int64) for column in (sizes, times)]
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(data)]
+    keys = pa.Array.from_buffers(pa.large_binary(), len(numbers[0]), buffers)
+    order = pc.array_sort_indices(keys)
+    held: list[bytes] = []
+    first = 0
+    for start in range(0, len(keys), _CHUNK):
+        held += keys.take(order[start : start + _CHUNK]).to_pylist()
+        last = start + _CHUNK >= len(keys)
+        end = len(held) if last else bisect.bisect_left(held, held[-1].partition(DOT)[0])
+        if end:
+            places = order[first : first + end].to_numpy()
+            yield held[:end], *(column[places] for column in numbers)
+            held, first = held[end:], first + end
 
 
 def walk(root: Root) -> Iterator[tuple[str, int, int]]:
@@ -105,8 +112,7 @@ def walk(root: Root) -> Iterator[tuple[str, int, int]]:
     for files in list_files(root):
         folder = os.fsdecode(files.folder)
         numbers = (files.sizes.tolist(), files.times.tolist())
-        names = to_name(b"/".join(files.keys)).split("/")  # no name holds a slash
-        for name, size, time in zip(names, *numbers, strict=True):
+        for name, size, time in zip(map(os.fsdecode, files.names()), *numbers, strict=True):
             yield folder + name, size, time
 
 
@@ -132,49 +138,16 @@ def container_hash(container: bytes) -> int:
     return xxhash.xxh3_64_intdigest(container)
 
 
-class FileTable:
-    """Files of a listing, collected as a packed table of FILES_SCHEMA."""
-
-    def __init__(self, is_read: Callable[[bytes], bool]) -> None:
-        """Start a table. `is_read` tells whether files of a suffix belong to it."""
-        self._is_read = is_read
-        self._sink = pa.BufferOutputStream()
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        self._writer = pa.ipc.new_stream(self._sink, FILES_SCHEMA, options=options)
-
-    def add(self, files: Files) -> None:
-        """Add the files that the source reads."""
-        is_read = [self._is_read(key.partition(DOT)[2]) for key in files.keys]
-        names = b"/".join(files.keys).replace(DOT, b".").split(b"/")
-        containers = [files.folder + name for name in itertools.compress(names, is_read)]
-        mask = np.array(is_read, bool)
-        numbers = {"size": files.sizes[mask], "modified": files.times[mask]}
-        columns = {"container": containers, **numbers}
-        self._writer.write_batch(pa.record_batch(columns, FILES_SCHEMA))
-
-    def finish(self) -> bytes:
-        """Return the table, as an Arrow stream."""
-        self._writer.close()
-        return bytes(self._sink.getvalue())
+def pack_keys(folders: list[tuple[bytes, list[bytes]]]) -> bytes:
+    """Pack keys that have a suffix, by their folder, in as few bytes as a part of 10⁷ files may
+    have: names in order are alike. No name holds a slash, and no key two zeros in a row."""
+    blocks = [folder + DOT + b"/".join(keys) for folder, keys in folders]
+    return bytes(pa.Codec("zstd").compress((DOT + DOT).join(blocks), asbytes=True))
 
 
-@dataclass(frozen=True, slots=True)
-class PackedKeys:
-    """Keys by folder, in as few bytes as a part of 10⁷ files may have: names in order are alike."""
-
-    size: int
-    data: bytes
-
-    @classmethod
-    def of(cls, folders: list[tuple[bytes, list[bytes]]]) -> "PackedKeys":
-        """Pack keys that have a suffix. No name holds a slash, and no key two zeros in a row."""
-        blocks = [folder + DOT + b"/".join(keys) for folder, keys in folders]
-        data = (DOT + DOT).join(blocks)
-        return cls(len(data), pa.Codec("zstd").compress(data, asbytes=True))
-
-    def unpack(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (folder, keys), in order."""
-        data = pa.Codec("zstd").decompress(self.data, self.size, asbytes=True)
-        for block in data.split(DOT + DOT):
-            folder, _, keys = block.partition(DOT)
-            yield folder, keys.split(b"/")
+def unpack_keys(packed: bytes) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yield (folder, keys), in order."""
+    data = pa.CompressedInputStream(pa.BufferReader(packed), "zstd").read()
+    for block in data.split(DOT + DOT):
+        folder, _, keys = block.partition(DOT)
+        yield folder, keys.split(b"/")

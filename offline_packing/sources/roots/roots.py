@@ -25,6 +25,7 @@ from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.storage.files import read_range, unreadable
 from offline_packing.storage.streams import open_range, size_of
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES
 from task_encoders.storage.paths import StorageError, is_url, open_url, unreachable
 from task_encoders.storage.remote_requests import make_request
 from task_encoders.threads import in_threads
@@ -91,12 +92,12 @@ class MediaRoot:
         found = os.stat(path)
         return f"{path}\0{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
-    def read(self, container: str, limit: int) -> bytes:
+    def read(self, container: str) -> bytes:
         """Read a whole file with a record. Raises SampleError as `open`, but bad_json for
-        missing_image; bad_record if it is larger than `limit` bytes."""
+        missing_image; bad_record if it is larger than MAX_JSON_BYTES."""
         with io.FileIO(self._open(container, "bad_json")) as file:
-            if os.fstat(file.fileno()).st_size > limit:
-                raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+            if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
+                raise SampleError("bad_record", f"the JSON is larger than {MAX_JSON_BYTES} bytes")
             return file.readall()
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
@@ -114,9 +115,12 @@ class MediaRoot:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     yield entry.name, None, 0
-                else:
-                    status = _stat(entry)
-                    yield entry.name, status.st_size, status.st_mtime_ns
+                    continue
+                try:
+                    status = entry.stat()
+                except OSError:  # a broken link
+                    status = entry.stat(follow_symlinks=False)
+                yield entry.name, status.st_size, status.st_mtime_ns
 
     def entry(self, container: str) -> tuple[str, int, int]:
         """Return (container, size, modification time in ns) of a file."""
@@ -127,26 +131,23 @@ class MediaRoot:
         """Open a regular file under the root, and return its descriptor. Raises SampleError as
         `open`."""
         path = self.path(container)
+        # Non-blocking: opening a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         with _missing(container, missing):
             if not self._holds(_real_folder(path.rpartition("/")[0])):
                 raise self._outside(path, container, "behind a link")
-            descriptor = self._open_here(path, container)
+            try:
+                descriptor = os.open(path, flags | os.O_NOFOLLOW)
+            except OSError:
+                if not os.path.islink(path):
+                    raise
+                if not self._holds(os.path.realpath(path)):
+                    raise self._outside(path, container, "a link") from None
+                descriptor = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise SampleError(missing, f"{container!r} is not a regular file")
         return descriptor
-
-    def _open_here(self, path: str, container: str) -> int:
-        # Non-blocking: opening a named pipe would wait for a writer.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            return os.open(path, flags | os.O_NOFOLLOW)
-        except OSError:
-            if not os.path.islink(path):
-                raise
-        if not self._holds(os.path.realpath(path)):
-            raise self._outside(path, container, "a link")
-        return os.open(path, flags)
 
     def _outside(self, path: str, container: str, what: str) -> SampleError:
         target = os.path.realpath(path)
@@ -161,14 +162,6 @@ def check_name(name: str) -> None:
     """Raise SampleError (missing_image) for a text that cannot be a file name."""
     if not name or "\0" in name:
         raise SampleError("missing_image", f"{name[:60]!r} is no file name")
-
-
-def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
-    """Return the status of the file that a link leads to; of the link itself if it is broken."""
-    try:
-        return entry.stat()
-    except OSError:
-        return entry.stat(follow_symlinks=False)
 
 
 @contextmanager
@@ -273,12 +266,13 @@ class RemoteRoot:
             self._versions[container] = f"{self.path(container)}\0{tag}"
         return self._versions[container]
 
-    def read(self, container: str, limit: int) -> bytes:
+    def read(self, container: str) -> bytes:
         """Read a whole file. Raises SampleError as MediaRoot.read does."""
+        path = self._path(container)
         with _missing(container, "bad_json"):
-            data: bytes = self._at.fs.cat_file(self._path(container), start=0, end=limit + 1)
-        if len(data) > limit:
-            raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+            data: bytes = self._at.fs.cat_file(path, start=0, end=MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise SampleError("bad_record", f"the JSON is larger than {MAX_JSON_BYTES} bytes")
         return data
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:

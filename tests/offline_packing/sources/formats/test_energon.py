@@ -66,6 +66,11 @@ JSON = b'{"q": "Q", "a": ["x", "y"], "b": [7, {"text": "z"}]}'
             {"k.q.txt": b"Which?", "k.a.json": JSON, "k.w.json": b'{"w": [0.3, 0.7]}'},
             ("Which?", "y"),
         ),
+        (  # a text of any ending, read again from a span with other members in it
+            {"context": "q.txt", "answers": "a.cls"},
+            {"k.q.txt": b"Which?", "k.png": JPEG, "k.x.npy": b"\0", "k.a.cls": b"y"},
+            ("Which?", "y"),
+        ),
         (
             {"context": "json[q]", "answers": "json[a]", "answer_weights": "json[w]"},
             {"k.json": JSON},

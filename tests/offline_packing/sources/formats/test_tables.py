@@ -373,7 +373,7 @@ def test_compressed_arrow_batches_that_are_too_large(
     with pytest.raises(
         pa.ArrowInvalid, match=r"with dictionaries, 1,6.* in all > the memory's 1,000,000"
     ):
-        RowFile.open(open(path, "rb"), "arrow_row")  # noqa: SIM115 - it closes the file
+        RowFile(open(path, "rb"), "arrow_row")  # noqa: SIM115 - it closes the file
 
 
 @pytest.mark.parametrize("kind", ["parquet_row", "arrow_row"])
@@ -387,7 +387,7 @@ def test_rows_are_handed_on_a_few_megabytes_at_a_time(
             pq.write_table(table, file)
         else:
             row_files.write_arrow(file, table.to_batches())
-    rows = RowFile.open(open(tmp_path / "a", "rb"), kind)  # noqa: SIM115 - it closes the file
+    rows = RowFile(open(tmp_path / "a", "rb"), kind)  # noqa: SIM115 - it closes the file
     parts = list(rows.batches(0, ["image"]))
     assert [len(part) for part in parts] == [2, 1, 2]
     assert pa.Table.from_batches(parts) == table
