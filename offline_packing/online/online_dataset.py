@@ -25,7 +25,6 @@ from offline_packing.online.reading import (
     Load,
     Reader,
     StreamedSamples,
-    check_ranks,
     has_indices,
     rank_and_size,
     this_reader,
@@ -124,7 +123,13 @@ class OnlineDataset(IterableDataset[Any]):
         self.shuffle = shuffle
         self.seed = seed
         self.repeat = repeat
-        self._ranks = check_ranks(rank, world_size)
+        if (rank is None) != (world_size is None):
+            raise ValueError("rank and world_size go together; give both or neither")
+        self._ranks: tuple[int, int] | None = None
+        if rank is not None and world_size is not None:
+            if rank >= world_size:
+                raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
+            self._ranks = rank, world_size
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
         # In shared memory: the trainer sees its workers' counts, by worker and reason; workers that
@@ -323,11 +328,9 @@ class _Pass:
                 sample = self._read(number, load)
             else:
                 sample = Sample(number, int(lengths[number]), load)
-            if measure is None:
-                packs = self._pool.add(sample, sample.num_tokens)
-            else:
-                packs = self._pool.add(sample, *measure(sample.content, sample.num_tokens))
-            self._ready.extend(packs)
+            tokens = sample.num_tokens
+            sizes = (tokens,) if measure is None else measure(sample.content, tokens)
+            self._ready.extend(self._pool.add(sample, *sizes))
             self._num_packed += lengths is None
         except SampleError as error:
             self._add_unusable(number, error)
