@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,15 +18,12 @@ from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.report.spelled import MediumPreview, Span, in_order, spell_segment
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
-from task_encoders.families import ModelOptions
 from task_encoders.families.base.family import FamilyEncoder
-from task_encoders.media.image import decode_image
-from task_encoders.media.video_file import decode_frames, read_video_header
+from task_encoders.media.video_file import decode_frames
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.settings import PackingSettings
 
@@ -85,10 +83,22 @@ def preview(
     Raises StageError if packs are not written or not found, or were measured with another model
     than the configuration's."""
     check_energon()
+    from task_encoders.packed_task_encoder import PackedTaskEncoder
+
     manifest = require_manifest(run.workspace.root)
-    numbers = choose(manifest, num_packs, packs, seed)
-    task_encoder = _task_encoder(run, manifest)
-    return (_preview_pack(run, manifest, task_encoder, number) for number in numbers)
+    numbers, task = choose(manifest, num_packs, packs, seed), manifest.task
+    try:
+        task_encoder = PackedTaskEncoder(
+            model=run.config.model,
+            seq_length=manifest.seq_length,
+            pad_multiple=manifest.pad_multiple,
+            settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
+            trees=True,
+        )
+        task_encoder.check_manifest(run.workspace.root)
+    except ValueError as error:
+        raise StageError(str(error)) from error
+    return (_preview_pack(run.workspace.root, manifest, task_encoder, number) for number in numbers)
 
 
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
@@ -112,29 +122,8 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
     return numbers
 
 
-def _task_encoder(run: Run, manifest: Manifest) -> "PackedTaskEncoder":
-    from task_encoders.packed_task_encoder import PackedTaskEncoder
-
-    task = manifest.task
-    try:
-        task_encoder = PackedTaskEncoder(
-            model=run.config.model,
-            seq_length=manifest.seq_length,
-            pad_multiple=manifest.pad_multiple,
-            settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
-            trees=True,
-        )
-        task_encoder.check_manifest(run.workspace.root)
-    except ValueError as error:
-        raise StageError(str(error)) from error
-    return task_encoder
-
-
 def _preview_pack(
-    run: Run,
-    manifest: Manifest,
-    task_encoder: "PackedTaskEncoder",
-    number: int,
+    root: Path, manifest: Manifest, task_encoder: "PackedTaskEncoder", number: int
 ) -> PackPreview:
     """Encode a pack as the loader's task encoder does. Raises StageError if the pack cannot be
     used."""
@@ -143,7 +132,7 @@ def _preview_pack(
     ends = np.cumsum([shard.packs for shard in manifest.shards])
     shard = manifest.shards[int(np.searchsorted(ends, number, side="right"))]
     key = pack_key(number, manifest.config["output"]["key_prefix"])
-    pack = read_pack(run.workspace.root, shard.name, key)
+    pack = read_pack(root, shard.name, key)
     try:
         row = task_encoder.encode_pack(pack)
     except (FatalSampleError, ValueError) as error:
@@ -154,19 +143,15 @@ def _preview_pack(
         split=shard.split,
         seq_length=manifest.seq_length,
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
-        sub_samples=tuple(_sub_samples(run, task_encoder, row, pack)),
+        sub_samples=tuple(_sub_samples(task_encoder.encoder, row, pack)),
         dropped=tuple(row.dropped),
     )
 
 
 def _sub_samples(
-    run: Run,
-    task_encoder: "PackedTaskEncoder",
-    row: "PackedRowSample",
-    pack: Pack,
+    encoder: FamilyEncoder, row: "PackedRowSample", pack: Pack
 ) -> Iterator[SubSamplePreview]:
     """Yield each segment of a row with the source sample that it was made from."""
-    encoder = task_encoder.encoder
     restored = restore_pack(pack.record, pack.key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
     keys = iter(row.sub_sample_keys)
@@ -176,8 +161,14 @@ def _sub_samples(
 
     @functools.cache
     def medium(name: str, grid: tuple[int, ...], options: MediumOptions) -> MediumPreview:
-        own = encoder.for_medium(options)
-        return _medium(name, pack.media[name], grid, own, run.config.model)
+        own, data = encoder.for_medium(options), pack.media[name]
+        if not is_video_name(name):
+            return MediumPreview(name, *own.decode_image(data).size, grid, data)
+        header = own.video_header(io.BytesIO(data))
+        frames = own.sample_video(header).frames
+        first = next(decode_frames(data, header, frames[:1], own.max_image_pixels))
+        first.save(file := io.BytesIO(), "PNG")
+        return MediumPreview(name, *first.size, grid, file.getvalue(), len(frames))
 
     for number, ((start, end), parent) in enumerate(zip(bounds, parents, strict=True)):
         if parent < 0 or parent < number - 1:  # a first branch goes with its trunk
@@ -203,19 +194,3 @@ def _sub_samples(
         num_loss_tokens = int((weights > 0).sum())
         counts = end - start, num_loss_tokens
         yield SubSamplePreview(sample, *counts, images, videos, spans, parent >= 0, num_branches)
-
-
-def _medium(
-    name: str, data: bytes, grid: tuple[int, ...], encoder: FamilyEncoder, model: ModelOptions
-) -> MediumPreview:
-    limit = model.max_image_pixels or MAX_IMAGE_PIXELS
-    if not is_video_name(name):
-        return MediumPreview(name, *decode_image(data, max_image_pixels=limit).size, grid, data)
-    header = read_video_header(
-        io.BytesIO(data), max_frame_pixels=limit, max_frames=model.max_video_frames
-    )
-    frames = encoder.sample_video(header).frames
-    first = next(decode_frames(data, header, frames[:1], limit))
-    buffer = io.BytesIO()
-    first.save(buffer, "PNG")
-    return MediumPreview(name, *first.size, grid, buffer.getvalue(), len(frames))
