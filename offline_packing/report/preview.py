@@ -15,7 +15,7 @@ import numpy as np
 from offline_packing.errors import StageError
 from offline_packing.layouts.container import read_pack
 from offline_packing.layouts.energon_metadata import check_energon
-from offline_packing.report.spelled import MediumPreview, Span, in_order, spell_segment
+from offline_packing.report.spelled import MediumPreview, Span, spell_segment
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from task_encoders.families.base.family import FamilyEncoder
@@ -44,9 +44,9 @@ class SubSamplePreview:
     videos: tuple[MediumPreview, ...]
     spans: tuple[Span, ...]
     #: whether it goes on after the last trunk before it
-    is_branch: bool = False
+    is_branch: bool
     #: sub-samples that go on after it; 0: it is not a trunk
-    num_branches: int = 0
+    num_branches: int
 
     @property
     def title(self) -> str:
@@ -152,10 +152,9 @@ def _sub_samples(
     encoder: FamilyEncoder, row: "PackedRowSample", pack: Pack
 ) -> Iterator[SubSamplePreview]:
     """Yield each segment of a row with the source sample that it was made from."""
-    restored = restore_pack(pack.record, pack.key)
-    samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
+    sub_samples = restore_pack(pack.record, pack.key).sub_samples
+    samples = (sub for sub in sub_samples if isinstance(sub, SourceSample))
     keys = iter(row.sub_sample_keys)
-    trees = {key: tree for tree in restored.trees for key in restored.keys[tree.first : tree.end]}
     bounds = list(itertools.pairwise(row.row.cu_lengths.tolist()))
     parents = row.row.parents.tolist() or [-1] * len(bounds)
 
@@ -174,23 +173,30 @@ def _sub_samples(
         if parent < 0 or parent < number - 1:  # a first branch goes with its trunk
             sub_key = next(keys)
             sample = next(sample for sample in samples if sample.key == sub_key)
-        sizes = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
-        headers = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
-        measured = encoder.measure(sample, [(one.height, one.width) for one in sizes], headers)
-        media = tuple(map(medium, sample.media, measured.grid_thw, sample.media_options))
-        images, videos = media[: len(sizes)], media[len(sizes) :]
-        shown = in_order(sample, images, videos)
-        num_branches = parents.count(number)
-        if num_branches or parent >= 0:
-            *_, num_images, num_videos = trees[sample.key]
-            of_trunk = [slice(count) for count in (num_images, num_videos, num_images + num_videos)]
-            own = of_trunk if num_branches else [slice(one.stop, None) for one in of_trunk]
-            images, videos, shown = images[own[0]], videos[own[1]], shown[own[2]]
+        images = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
+        videos = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
+        given = sample, [(one.height, one.width) for one in images], videos
+        measured, tokenized = encoder.measure(*given), encoder.tokenize(*given)
+        media = map(medium, sample.media, measured.grid_thw, sample.media_options)
+        before = 0 if parent < 0 else bounds[parent][1] - bounds[parent][0]  # the trunk's tokens
+        shown = [
+            ((place - before, count), one)
+            for (place, count), one in zip(
+                [*tokenized.images, *tokenized.videos], media, strict=True
+            )
+            if before <= place < before + end - start
+        ]
         tokens, weights, is_padding = (
             column[start:end].numpy()
             for column in (row.row.tokens, row.row.loss_weights, row.row.attn_mask)
         )
-        spans = tuple(spell_segment(tokens, weights, is_padding, encoder, shown))
-        num_loss_tokens = int((weights > 0).sum())
-        counts = end - start, num_loss_tokens
-        yield SubSamplePreview(sample, *counts, images, videos, spans, parent >= 0, num_branches)
+        yield SubSamplePreview(
+            sample,
+            num_tokens=end - start,
+            num_loss_tokens=int((weights > 0).sum()),
+            images=tuple(one for _, one in shown if not one.num_frames),
+            videos=tuple(one for _, one in shown if one.num_frames),
+            spans=tuple(spell_segment(tokens, weights, is_padding, encoder, shown)),
+            is_branch=parent >= 0,
+            num_branches=parents.count(number),
+        )
