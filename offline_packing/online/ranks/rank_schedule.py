@@ -251,5 +251,4 @@ class RankSchedule:
 
 
 def _as_packs(parts: Sequence[Sequence[int]]) -> Packs:
-    sizes = [len(part) for part in parts]
-    return Packs(np.array([*chain(*parts)], np.int64), np.cumsum([0, *sizes]))
+    return Packs(np.array([*chain(*parts)], np.int64), np.cumsum([0, *map(len, parts)]))
