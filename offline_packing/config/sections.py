@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -68,21 +69,20 @@ class SharePrefixesConfig(Section):
     max_branches: Annotated[Count, Field(ge=2)] = 16
 
 
+def _sum_to_one(shares: dict[str, float]) -> dict[str, float]:
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        raise ValueError(f"shares sum to {sum(shares.values()):g}; make them sum to 1")
+    return shares
+
+
 class MixtureConfig(Section):
     """A mixture that changes over the plan: shares of the tokens by the names of the sources, along
     a line. Their mean decides how often samples are used, as weights do."""
 
     #: shares of the first packs
-    start: dict[str, Share]
+    start: Annotated[dict[str, Share], AfterValidator(_sum_to_one)]
     #: shares of the last packs
-    end: dict[str, Share]
-
-    @field_validator("start", "end")
-    @classmethod
-    def _check_sum(cls, shares: dict[str, float]) -> dict[str, float]:
-        if abs(sum(shares.values()) - 1) > 1e-6:
-            raise ValueError(f"shares sum to {sum(shares.values()):g}; make them sum to 1")
-        return shares
+    end: Annotated[dict[str, Share], AfterValidator(_sum_to_one)]
 
     def share(self, name: str, place: float = 0.5) -> float:
         """Return a source's share at a place in the plan, 0 to 1; in the middle it is the mean."""
@@ -208,9 +208,7 @@ class OutputConfig(Section):
                 raise ValueError(f"split name {name!r} may hold letters, digits and _ only")
             if not 0 < share <= 1:
                 raise ValueError(f"share of {name!r} is {share}; it must be in (0, 1]")
-        if abs(sum(split.values()) - 1) > 1e-6:
-            raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
-        return split
+        return _sum_to_one(split)
 
     @model_validator(mode="after")
     def _check_media(self) -> "OutputConfig":

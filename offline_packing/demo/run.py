@@ -9,10 +9,9 @@ FOLDER/table.txt
 import itertools
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 import yaml
@@ -25,7 +24,6 @@ from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, build_engine, listed
 from offline_packing.storage.files import read_json
-from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.families import model_options
@@ -54,34 +52,6 @@ MAX_PACKED_DIFFERENCE: Final = 1e-4
 MIN_CONTROL_DIFFERENCE: Final = 1e-1
 
 
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """Everything the table says of one task, as measured."""
-
-    #: figures of report.json
-    report: Mapping[str, Any]
-    verified: VerifyResult
-    difference: "LossDifference"
-    losses: list[float]
-
-    def failures(self, task: str) -> list[str]:
-        """List the promises of the demo that a task did not keep."""
-        bound, packs = (self.report["packs"][name] for name in ("lower bound", "packs"))
-        packed, control = self.difference.packed, self.difference.without_boundaries
-        checks = {
-            f"{self.verified.num_problems} problems found by verify": self.verified.ok,
-            f"{packs} packs > lower bound {bound} + 1": packs <= bound + 1,
-            f"packed and unpacked loss differ by {packed:.1e}": packed <= MAX_PACKED_DIFFERENCE,
-            f"without boundaries the loss moves by only {control:.1e}": (
-                control >= MIN_CONTROL_DIFFERENCE
-            ),
-            f"training loss went from {self.losses[0]:.2f} to {self.losses[-1]:.2f}": (
-                self.losses[-1] < self.losses[0]
-            ),
-        }
-        return [f"{task}: {failure}" for failure, kept in checks.items() if not kept]
-
-
 def main(folder: Path, *, num_samples: int, seed: int) -> None:
     """Run the demo in `folder`; completed stages are not repeated. Raises StageError if a stage
     failed, or a figure misses its target."""
@@ -89,17 +59,29 @@ def main(folder: Path, *, num_samples: int, seed: int) -> None:
     progress = sys.stderr.isatty()
     generate_demo_dataset(folder / "data", seed=seed, num_samples=num_samples, progress=progress)
     results = {task: _run_task(folder, task, seed, progress) for task in SOURCES}
-    table = render_table(results)
+    table = _render_table(results)
     (folder / "table.txt").write_text(table)
     click.echo(f"\n{table}\nThe pictures, packs and configurations are in {folder}; reports:")
     for task in SOURCES:
         click.echo(f"  {folder / task}/_packing/report/report.html")
-    failures = [f for task, result in results.items() for f in result.failures(task)]
+    failures = [f"{task}: {one}" for task, result in results.items() for one in result.failures]
     if failures:
         raise StageError("; ".join(failures))
 
 
-def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
+class _Result(NamedTuple):
+    """A task's column of the table."""
+
+    #: name and figure of each line
+    figures: Mapping[str, str]
+    #: reasons with their counts
+    set_aside: str
+    #: promises of the demo that were not kept
+    failures: Sequence[str]
+
+
+def _run_task(folder: Path, task: str, seed: int, progress: bool) -> _Result:
+    """Pack the data of a task, verify the packs, and train on them."""
     config = _write_config(folder, task, seed)
     click.echo(f"== {task}: offline-packing run {folder / task}.yaml")
     with build_engine(config.engine) as engine:
@@ -111,7 +93,44 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
             report(run)
     difference, losses = _train(Path(config.output.path), task)
     found = read_json(run.workspace.report / "report.json")["figures"]
-    return TaskResult(found, verified, difference, losses)
+    samples, packs, saving = found["samples"], found["packs"], found["saving"]
+    padded, *_, packed = saving["rows"]
+    before, after = saving["iterations"]
+    figures = {
+        "samples": f"{samples['found']:,}",
+        "set aside": f"{samples['set aside']:,}",
+        "packed": f"{verified.num_samples:,}",
+        "packs": f"{packs['packs']:,}",
+        "lower bound of packs": f"{packs['lower bound']:,}",
+        "fill": f"{packs['fill']:.2%}",
+        "samples per pack (packing factor)": f"{packs['packing factor']:.2f}",
+        f"padding, {padded['an epoch of']}": f"{padded['empty']:.1%}",
+        "padding, packed": f"{packed['empty']:.2%}",
+        f"iterations per epoch, {BATCH} samples a step": f"{before:,}",
+        f"iterations per epoch, {BATCH} packs a step": f"{after:,}",
+        "tokens, measured from headers and text": f"{packs['tokens']:,}",
+        "tokens, encoded again by verify": f"{verified.num_tokens:,}",
+        "samples lost, doubled, mismeasured, altered": f"{verified.num_problems:,}",
+        "per-token loss, packed - unpacked": f"{difference.packed:.1e}",
+        "... with the boundaries removed": f"{difference.without_boundaries:.1e}",
+        "training loss, first step": f"{losses[0]:.3f}",
+        f"training loss, step {TRAIN_STEPS}": f"{losses[-1]:.3f}",
+    }
+    bound, control = packs["lower bound"], difference.without_boundaries
+    promises = {
+        f"{verified.num_problems} problems found by verify": verified.ok,
+        f"{packs['packs']} packs > lower bound {bound} + 1": packs["packs"] <= bound + 1,
+        f"packed and unpacked loss differ by {difference.packed:.1e}": (
+            difference.packed <= MAX_PACKED_DIFFERENCE
+        ),
+        f"without boundaries the loss moves by only {control:.1e}": (
+            control >= MIN_CONTROL_DIFFERENCE
+        ),
+        f"training loss went from {losses[0]:.2f} to {losses[-1]:.2f}": losses[-1] < losses[0],
+    }
+    reasons = found.get("set aside", {}).items()
+    aside = listed((reason, count) for reason, count in reasons if reason != "rows")
+    return _Result(figures, aside, [what for what, kept in promises.items() if not kept])
 
 
 def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
@@ -160,41 +179,10 @@ def _train(path: Path, task: str) -> tuple["LossDifference", list[float]]:
     return difference, training.train(training.tiny_qwen2_vl(), batches)
 
 
-def _figures(result: TaskResult) -> dict[str, str]:
-    """Name and figure of each line of the table."""
-    found, verified, losses = result.report, result.verified, result.losses
-    samples, packs, saving = found["samples"], found["packs"], found["saving"]
-    padded, *_, packed = saving["rows"]
-    before, after = saving["iterations"]
-    return {
-        "samples": f"{samples['found']:,}",
-        "set aside": f"{samples['set aside']:,}",
-        "packed": f"{verified.num_samples:,}",
-        "packs": f"{packs['packs']:,}",
-        "lower bound of packs": f"{packs['lower bound']:,}",
-        "fill": f"{packs['fill']:.2%}",
-        "samples per pack (packing factor)": f"{packs['packing factor']:.2f}",
-        f"padding, {padded['an epoch of']}": f"{padded['empty']:.1%}",
-        "padding, packed": f"{packed['empty']:.2%}",
-        f"iterations per epoch, {BATCH} samples a step": f"{before:,}",
-        f"iterations per epoch, {BATCH} packs a step": f"{after:,}",
-        "tokens, measured from headers and text": f"{packs['tokens']:,}",
-        "tokens, encoded again by verify": f"{verified.num_tokens:,}",
-        "samples lost, doubled, mismeasured, altered": f"{verified.num_problems:,}",
-        "per-token loss, packed - unpacked": f"{result.difference.packed:.1e}",
-        "... with the boundaries removed": f"{result.difference.without_boundaries:.1e}",
-        "training loss, first step": f"{losses[0]:.3f}",
-        f"training loss, step {TRAIN_STEPS}": f"{losses[-1]:.3f}",
-    }
-
-
-def render_table(results: Mapping[str, TaskResult]) -> str:
+def _render_table(results: Mapping[str, _Result]) -> str:
     """Render one column per task and one line per figure."""
-    columns = list(map(_figures, results.values()))
+    columns = [result.figures for result in results.values()]
     rows = {"": list(results), **{name: [c[name] for c in columns] for name in columns[0]}}
     lines = [f"{name:<44}" + "".join(f"{c:>14}" for c in cells) for name, cells in rows.items()]
-    for task, result in results.items():
-        reasons = result.report.get("set aside", {}).items()
-        counts = ((reason, count) for reason, count in reasons if reason != "rows")
-        lines.append(f"set aside in {task}: {listed(counts)}")
+    lines += [f"set aside in {task}: {result.set_aside}" for task, result in results.items()]
     return "\n".join(lines) + "\n"

@@ -16,11 +16,9 @@ from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, model_options
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import media_kwargs, to_transformers_kwargs
+from task_encoders.model_inputs import media_kwargs, to_transformers_kwargs, token_types
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-
-IMAGE_TOKEN, VIDEO_TOKEN = (MEDIA_TOKEN_IDS[f"{name}_token_id"] for name in ("image", "video"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def alone_inputs(row: PackedRow) -> dict[str, Any]:
     return {
         "input_ids": tokens,
         "labels": row.labels[None],
-        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int(),
+        "mm_token_type_ids": token_types(tokens, MEDIA_TOKEN_IDS),
         "use_cache": False,
         **media_kwargs(*media),
     }

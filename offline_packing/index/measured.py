@@ -47,10 +47,7 @@ def sample_stamp(
     look edited: `--accept-mismatch modification_time` accepts them.
     """
     times = [time_of(source.root, record.container)]
-    for locator in media:
-        # Same as in Source.read_media: a medium that is a whole file may be under image_root.
-        root = source.media if locator.kind == "file" else source.root
-        times.append(time_of(root, locator.container))
+    times += [time_of(source.media_root(locator), locator.container) for locator in media]
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))
 
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -69,20 +69,6 @@ def name_samples(samples: Index, ids: SampleIds) -> pa.Table:
     return next(samples_of_shards(samples, ("source_id", "key"), [ids], Path()))
 
 
-def sum_over_grids(
-    samples: Index, of_grids: Callable[[npt.NDArray[np.integer]], npt.NDArray[Any]]
-) -> npt.NDArray[Any]:
-    """Sum a quantity of media over each sample: (num_samples,). `of_grids` computes it from grids
-    (num_media, 3), (t, h, w) in patches."""
-    sums = []
-    for table in samples.parts("grid_thw"):
-        grids = table["grid_thw"].combine_chunks()
-        owner = np.repeat(np.arange(len(grids)), grids.value_lengths().to_numpy() // 3)
-        numbers = of_grids(grids.flatten().to_numpy().reshape(-1, 3))
-        sums.append(np.bincount(owner, numbers, len(grids)).astype(numbers.dtype))
-    return np.concatenate(sums) if sums else np.empty(0)
-
-
 def is_leading(rows: pa.Table, owner: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Return (num_media,) whether each medium is in its sample's prefix. `rows` have the columns
     LEADING; `owner` (num_media,) is each medium's row, ascending."""
@@ -136,27 +122,19 @@ def of_uses(
     return own
 
 
-class SampleFlops(NamedTuple):
-    """Forward operations of samples, each float32 (num_samples,)."""
-
-    tower: npt.NDArray[np.float32]
-    language: npt.NDArray[np.float32]
-
-    @property
-    def total(self) -> npt.NDArray[np.float32]:
-        """Sum of both."""
-        return self.tower + self.language
-
-
-def sample_flops(samples: Index, cost: ModelCost) -> SampleFlops:
-    """Compute each sample's operations; patches attend within an image, or a step of a video."""
-
-    def of_grids(grids: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
-        steps, height, width = grids.T.astype(np.float32)
-        return steps * cost.tower_flops(height * width)
-
-    num_tokens = samples.array("num_tokens").astype(np.float32)
-    return SampleFlops(sum_over_grids(samples, of_grids), cost.language_flops(num_tokens))
+def sample_flops(samples: Index, cost: ModelCost) -> npt.NDArray[np.float32]:
+    """Compute the forward operations of each sample, (2, num_samples): of the vision tower and of
+    the language model. Patches attend within an image, or a step of a video."""
+    flops, start = np.empty((2, samples.info.num_samples), np.float32), 0
+    for table in samples.parts("grid_thw"):
+        grids = table["grid_thw"].combine_chunks()
+        owner = np.repeat(np.arange(len(grids)), grids.value_lengths().to_numpy() // 3)
+        steps, height, width = grids.flatten().to_numpy().reshape(-1, 3).T.astype(np.float32)
+        of_media = steps * cost.tower_flops(height * width)
+        own = slice(start, start := start + len(grids))
+        flops[0, own] = np.bincount(owner, of_media, len(grids))
+    flops[1] = cost.language_flops(samples.array("num_tokens").astype(np.float32))
+    return flops
 
 
 def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
@@ -268,7 +246,7 @@ def sums_by_source(
 
 def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
     """Return the columns of a plan with ids of the index, which has at least one pack."""
-    flops = of_uses(samples, packs, lambda index: np.stack(sample_flops(index, cost)))
+    flops = of_uses(samples, packs, lambda index: sample_flops(index, cost))
     media = media_of_samples(samples.array)
     ids, starts = packs.sample_ids, packs.pack_offsets[:-1]
     tower, language = (np.add.reduceat(some, starts, dtype=np.float64) for some in flops)

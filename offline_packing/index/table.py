@@ -326,10 +326,8 @@ class Index:
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """Return a numeric column as an array (num_samples,)."""
-        kind = INDEX_SCHEMA.field(column).type
-        # Not `to_pandas_dtype`: pyarrow 21 would import pandas.
-        dtype = pa.nulls(0, kind).to_numpy(zero_copy_only=False).dtype
-        values, end = np.empty(self.info.num_samples, dtype), 0
+        name = str(INDEX_SCHEMA.field(column).type)  # also NumPy's
+        values, end = np.empty(self.info.num_samples, np.dtype(name)), 0
         for part in self.parts(column):
             values[end : end + len(part)] = part[column].to_numpy()
             end += len(part)

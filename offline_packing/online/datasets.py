@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offline_packing.errors import ConfigError
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.online_dataset import OnlineDataset, Packing
+from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.pools import FixedCount, MatchedWindows, Strategy, TokenBudget
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.planner.samples import check_known
@@ -86,8 +86,7 @@ class PackedIterableDataset(OnlineDataset):
             "leftovers": leftovers,
         }
         collate = list if yields == "samples" else padding_free_collator
-        packing = Packing(rule, buffer_size, settings, collate)
-        super().__init__(dataset, packing, seed=seed, **options)
+        super().__init__(dataset, rule, settings, collate, seed=seed, **options)
         if template is not None:
             template.packing = True
             template.padding_free = True
@@ -226,8 +225,7 @@ class ConstantLengthDataset(Prefetched):
         as_row = partial(padding_free_collator, pad_to_length=seq_length, pad_token_id=pad_token_id)
         collate = as_row if yields == "rows" else list
         measure = partial(_measure, alone=alone, separator_tokens=separator_tokens)
-        packing = Packing(windows, buffer_size, settings, collate, measure)
-        packs = OnlineDataset(dataset, packing, seed=seed, **options)
+        packs = OnlineDataset(dataset, windows, settings, collate, measure, seed=seed, **options)
         super().__init__(packs, queue_size=queue_size)
 
     @property
@@ -299,5 +297,4 @@ class DynamicBatches(OnlineDataset):
         if dyn_bsz:
             rule = TokenBudget(budget, buffer_size)
         as_row = partial(padding_free_collator, pad_to_length=length, pad_token_id=pad_token_id)
-        packing = Packing(rule, buffer_size, settings, collate or as_row)
-        super().__init__(dataset, packing, **options)
+        super().__init__(dataset, rule, settings, collate or as_row, **options)

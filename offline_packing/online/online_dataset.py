@@ -10,7 +10,6 @@ samples by number; their contents are read again.
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from offline_packing.online.reading import (
     Load,
     Reader,
     StreamedSamples,
-    check_ranks,
     has_indices,
     rank_and_size,
     this_reader,
@@ -62,27 +60,17 @@ class Sample(NamedTuple):
     content: Any
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How a dataset packs its samples, and the form in which it gives packs out."""
-
-    strategy: WindowOptions | Strategy
-    #: samples of which a stream remembers its place
-    buffer_size: int
-    #: settings that decide the packs: a state goes only with the same settings
-    settings: Mapping[str, Any]
-    #: the samples of a pack -> the item that the dataset yields
-    collate: Callable[[list[Any]], Any] = list
-    #: a sample and its tokens -> its tokens and its amount of each budget in a pack. Raises
-    #: SampleError if it is too large by itself
-    measure: Callable[[Any, int], tuple[int, Mapping[str, int]]] | None = None
-
-
 class OnlineDataset(IterableDataset[Any]):
     """Packs the samples of a dataset while they are read.
 
     Args:
         dataset: map-style, or iterable. A map-style one is split among ranks and workers by index.
+        strategy: how samples are packed.
+        settings: decide the packs: a state goes only with the same. A stream remembers its place
+            every `buffer_size` samples.
+        collate: the samples of a pack -> the item that the dataset yields.
+        measure: a sample and its tokens -> its tokens and its amount of each budget in a pack.
+            Raises SampleError if it is too large by itself. None: it has no budgets.
         encode: applied to a reader's own samples; an error sets the sample aside.
         split: for an iterable dataset: False if it divides itself among ranks and workers.
         lengths: tokens of each sample of a map-style dataset, if they are known: samples are then
@@ -98,7 +86,11 @@ class OnlineDataset(IterableDataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        packing: Packing,
+        strategy: WindowOptions | Strategy,
+        settings: Mapping[str, Any],
+        collate: Callable[[list[Any]], Any],
+        measure: Callable[[Any, int], tuple[int, Mapping[str, int]]] | None = None,
+        /,
         *,
         encode: Callable[[Any], Any] | None = None,
         split: bool = True,
@@ -111,7 +103,8 @@ class OnlineDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         self.dataset = dataset
-        self.packing = packing
+        self.strategy, self.settings = strategy, settings
+        self.collate, self.measure = collate, measure
         if shuffle and not has_indices(dataset):
             raise ValueError("shuffle needs a dataset with indices; shuffle the stream instead")
         if lengths is not None and (not has_indices(dataset) or len(lengths) != len(dataset)):
@@ -124,7 +117,13 @@ class OnlineDataset(IterableDataset[Any]):
         self.shuffle = shuffle
         self.seed = seed
         self.repeat = repeat
-        self._ranks = check_ranks(rank, world_size)
+        if (rank is None) != (world_size is None):
+            raise ValueError("rank and world_size go together; give both or neither")
+        self._ranks: tuple[int, int] | None = None
+        if rank is not None and world_size is not None:
+            if rank >= world_size:
+                raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
+            self._ranks = rank, world_size
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
         # In shared memory: the trainer sees its workers' counts, by worker and reason; workers that
@@ -184,7 +183,7 @@ class _Pass:
         self._last_error: SampleError | None = None
         order = {"shuffle": owner.shuffle, "seed": owner.seed}
         order |= {"num_samples": len(owner.dataset)} if owner.shuffle else {}
-        self._made_with = {**owner.packing.settings, **order, **vars(reader)}
+        self._made_with = {**owner.settings, **order, **vars(reader)}
         self._ready: deque[list[Sample]] = deque()
         self._begin(int(saved["epoch"] if saved else owner._epoch))
         if saved and "source" in saved:
@@ -203,11 +202,11 @@ class _Pass:
                 order = np.random.default_rng([owner.seed, epoch]).permutation(order)
             self._source = IndexedSamples(owner.dataset, self._reader, order)
         else:
-            every = owner.packing.buffer_size
+            every = owner.settings["buffer_size"]
             self._source = StreamedSamples(
                 owner.dataset, self._reader, split=owner.split, mark_every=every
             )
-        self._pool = PackingPool[Sample](owner.packing.strategy)
+        self._pool = PackingPool[Sample](owner.strategy)
         #: samples of this epoch that were packed; with known lengths, that were given out
         self._num_packed = 0
         self._ended = False
@@ -228,7 +227,7 @@ class _Pass:
                     raise StopIteration
                 self._begin(self._epoch + 1)
             if contents := self._contents(self._ready.popleft()):
-                return self._owner.packing.collate(contents)
+                return self._owner.collate(contents)
 
     def _check_end(self) -> None:
         """Raise StageError at the end of an epoch without a usable sample; one of many readers may
@@ -317,17 +316,15 @@ class _Pass:
             self._ready.extend(self._pool.finish())
             return
         number, load = found
-        lengths, measure = self._owner.lengths, self._owner.packing.measure
+        lengths, measure = self._owner.lengths, self._owner.measure
         try:
             if lengths is None:
                 sample = self._read(number, load)
             else:
                 sample = Sample(number, int(lengths[number]), load)
-            if measure is None:
-                packs = self._pool.add(sample, sample.num_tokens)
-            else:
-                packs = self._pool.add(sample, *measure(sample.content, sample.num_tokens))
-            self._ready.extend(packs)
+            tokens = sample.num_tokens
+            sizes = (tokens,) if measure is None else measure(sample.content, tokens)
+            self._ready.extend(self._pool.add(sample, *sizes))
             self._num_packed += lengths is None
         except SampleError as error:
             self._add_unusable(number, error)

@@ -11,11 +11,7 @@ from torch.utils.data import IterableDataset
 from task_encoders.field_types import Count, checked
 
 _PATIENCE: Final = 0.1  # seconds after which a waiting producer looks whether it is still wanted
-
-
-#: An item, the state after it, and the error that ended the pass, if any: StopIteration at
-#: the end of the dataset.
-_Produced = tuple[Any, Mapping[str, Any] | None, BaseException | None]
+_END: Final = object()  # comes after the last item
 
 
 class Prefetched(IterableDataset[Any]):
@@ -62,47 +58,43 @@ class Prefetched(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def _consume(self, source: Iterator[Any], skipped: int) -> Iterator[Any]:
-        queue: Queue[_Produced] = Queue(self.queue_size)
+        # Each item with the state after it; last _END, or the dataset's error with None.
+        queue: Queue[tuple[Any, Mapping[str, Any] | None]] = Queue(self.queue_size)
         stop = threading.Event()
-        producer = threading.Thread(
-            target=self._produce, args=(source, skipped, queue, stop), name="prefetch", daemon=True
-        )
+
+        def put(item: Any, state: Mapping[str, Any] | None) -> bool:
+            """Put an item as soon as there is room; return False if the consumer is gone."""
+            while not stop.is_set():
+                with suppress(Full):
+                    queue.put((item, state), timeout=_PATIENCE)
+                    return True
+            return False
+
+        def produce() -> None:
+            taken = 0
+            try:
+                for taken, item in enumerate(source, start=1):
+                    state = self._state_after(taken)
+                    if taken > skipped and not put(item, state):
+                        return
+                put(_END, self._state_after(taken))
+            except BaseException as error:  # noqa: BLE001 (the trainer handles it, whatever it is)
+                put(error, None)
+
+        producer = threading.Thread(target=produce, name="prefetch", daemon=True)
         producer.start()
         try:
             while True:
-                item, state, error = queue.get()
-                if error is not None and not isinstance(error, StopIteration):
-                    raise error
+                item, state = queue.get()
+                if state is None:
+                    raise item
                 self._state = state
-                if error is not None:
+                if item is _END:
                     return
                 yield item
         finally:
             stop.set()
             producer.join(timeout=1)  # it takes longer only while the dataset reads a sample
-
-    def _produce(
-        self, source: Iterator[Any], skipped: int, queue: Queue[_Produced], stop: threading.Event
-    ) -> None:
-        """Run in the producer thread."""
-
-        def put(*produced: Any) -> bool:
-            """Put it as soon as there is room; False if the consumer is gone."""
-            while not stop.is_set():
-                with suppress(Full):
-                    queue.put(produced, timeout=_PATIENCE)
-                    return True
-            return False
-
-        taken = 0
-        try:
-            for taken, item in enumerate(source, start=1):
-                state = self._state_after(taken)
-                if taken > skipped and not put(item, state, None):
-                    return
-            put(None, self._state_after(taken), StopIteration())
-        except BaseException as error:  # noqa: BLE001 (whatever it is, it is the trainer's to handle)
-            put(None, None, error)
 
     def _state_after(self, taken: int) -> Mapping[str, Any]:
         """Return the dataset's present state; or how many items of the pass came so far."""

@@ -42,17 +42,6 @@ class Reader:
         return self.world_size * self.num_workers
 
 
-def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """Return both, or None if neither is given. Raises ValueError if they do not go together."""
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        raise ValueError("rank and world_size go together; give both or neither")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
-    return rank, world_size
-
-
 def rank_and_size(given: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return rank and world size as given, or of torch.distributed; None without a process
     group."""
@@ -129,11 +118,10 @@ class StreamedSamples:
 
     def next(self) -> tuple[int, Load] | None:
         index, count = self._keeps
-        while (found := self._read()) is not None:
-            number, sample = found
-            if number % count == index:
-                return number, partial(_same, sample)
-        return None
+        found = self._read()
+        while found is not None and found[0] % count != index:
+            found = self._read()
+        return found
 
     def state(self, oldest: int | None) -> dict[str, Any]:
         first = self._position if oldest is None else oldest
@@ -154,11 +142,12 @@ class StreamedSamples:
                     f"the dataset ended after {self._position} samples, and had "
                     f"{state['position']} when the state was saved; resume with the same data"
                 )
-            if read[0] in numbers:
-                found[read[0]] = partial(_same, read[1])
+            number, load = read
+            if number in numbers:
+                found[number] = load
         return found
 
-    def _read(self) -> tuple[int, Any] | None:
+    def _read(self) -> tuple[int, Load] | None:
         number = self._position
         try:
             with _as_only_worker() if self._split else nullcontext():
@@ -184,7 +173,7 @@ class StreamedSamples:
             self._marks.append((self._position, self._dataset.state_dict()))
             if len(self._marks) > _MOST_MARKS:  # nobody asks for a state: fewer of them will do
                 del self._marks[1::2]
-        return number, sample
+        return number, lambda: sample
 
 
 @contextmanager
@@ -205,7 +194,3 @@ def has_indices(dataset: Any) -> bool:
     raises."""
     is_sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return is_sized and not isinstance(dataset, IterableDataset)
-
-
-def _same(sample: Any) -> Any:
-    return sample

@@ -348,8 +348,8 @@ def tabulate(
             n: index.array(f"num_{n}")[kept] for n in pack.budgets
         }
         if pack.order is not None:
-            flops = sample_flops(index, model_cost(config.model))
-            found |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
+            tower, language = sample_flops(index, model_cost(config.model))[:, kept]
+            found |= {"cost": tower + language, "tower_cost": tower}
             # Tokens with loss, and tokens per source (all but the last).
             tokens, sources = index.array("num_tokens")[kept], column("source_id")
             found["features[0]"] = index.array("num_loss_tokens")[kept]

@@ -5,7 +5,6 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, Final
 
 import yaml
@@ -43,25 +42,7 @@ def render_packs(packs: Sequence[PackPreview], task: str) -> bytes:
 
 
 def _render(template: str, **values: Any) -> bytes:
-    return _FORBIDDEN.sub("\ufffd", _environment().get_template(template).render(values)).encode()
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("offline_packing.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "fmt": format,
-        "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, allow_unicode=True),
-        "first_words": first_words,
-        "thumbnail": _thumbnail,
-    }
-    return environment
+    return _FORBIDDEN.sub("\ufffd", _ENVIRONMENT.get_template(template).render(values)).encode()
 
 
 def _drawn(packs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -96,3 +77,18 @@ def _thumbnail(medium: MediumPreview) -> str:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=75)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+_ENVIRONMENT: Final = Environment(
+    loader=PackageLoader("offline_packing.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters |= {
+    "fmt": format,
+    "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, allow_unicode=True),
+    "first_words": first_words,
+    "thumbnail": _thumbnail,
+}

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,18 +15,15 @@ import numpy as np
 from offline_packing.errors import StageError
 from offline_packing.layouts.container import read_pack
 from offline_packing.layouts.energon_metadata import check_energon
-from offline_packing.report.spelled import MediumPreview, Span, in_order, spell_segment
+from offline_packing.report.spelled import MediumPreview, Span, spell_segment
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
-from task_encoders.families import ModelOptions
 from task_encoders.families.base.family import FamilyEncoder
-from task_encoders.media.image import decode_image
-from task_encoders.media.video_file import decode_frames, read_video_header
+from task_encoders.media.video_file import decode_frames
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.settings import PackingSettings
 
@@ -46,9 +44,9 @@ class SubSamplePreview:
     videos: tuple[MediumPreview, ...]
     spans: tuple[Span, ...]
     #: whether it goes on after the last trunk before it
-    is_branch: bool = False
+    is_branch: bool
     #: sub-samples that go on after it; 0: it is not a trunk
-    num_branches: int = 0
+    num_branches: int
 
     @property
     def title(self) -> str:
@@ -85,10 +83,22 @@ def preview(
     Raises StageError if packs are not written or not found, or were measured with another model
     than the configuration's."""
     check_energon()
+    from task_encoders.packed_task_encoder import PackedTaskEncoder
+
     manifest = require_manifest(run.workspace.root)
-    numbers = choose(manifest, num_packs, packs, seed)
-    task_encoder = _task_encoder(run, manifest)
-    return (_preview_pack(run, manifest, task_encoder, number) for number in numbers)
+    numbers, task = choose(manifest, num_packs, packs, seed), manifest.task
+    try:
+        task_encoder = PackedTaskEncoder(
+            model=run.config.model,
+            seq_length=manifest.seq_length,
+            pad_multiple=manifest.pad_multiple,
+            settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
+            trees=True,
+        )
+        task_encoder.check_manifest(run.workspace.root)
+    except ValueError as error:
+        raise StageError(str(error)) from error
+    return (_preview_pack(run.workspace.root, manifest, task_encoder, number) for number in numbers)
 
 
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
@@ -112,29 +122,8 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
     return numbers
 
 
-def _task_encoder(run: Run, manifest: Manifest) -> "PackedTaskEncoder":
-    from task_encoders.packed_task_encoder import PackedTaskEncoder
-
-    task = manifest.task
-    try:
-        task_encoder = PackedTaskEncoder(
-            model=run.config.model,
-            seq_length=manifest.seq_length,
-            pad_multiple=manifest.pad_multiple,
-            settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
-            trees=True,
-        )
-        task_encoder.check_manifest(run.workspace.root)
-    except ValueError as error:
-        raise StageError(str(error)) from error
-    return task_encoder
-
-
 def _preview_pack(
-    run: Run,
-    manifest: Manifest,
-    task_encoder: "PackedTaskEncoder",
-    number: int,
+    root: Path, manifest: Manifest, task_encoder: "PackedTaskEncoder", number: int
 ) -> PackPreview:
     """Encode a pack as the loader's task encoder does. Raises StageError if the pack cannot be
     used."""
@@ -143,7 +132,7 @@ def _preview_pack(
     ends = np.cumsum([shard.packs for shard in manifest.shards])
     shard = manifest.shards[int(np.searchsorted(ends, number, side="right"))]
     key = pack_key(number, manifest.config["output"]["key_prefix"])
-    pack = read_pack(run.workspace.root, shard.name, key)
+    pack = read_pack(root, shard.name, key)
     try:
         row = task_encoder.encode_pack(pack)
     except (FatalSampleError, ValueError) as error:
@@ -154,68 +143,60 @@ def _preview_pack(
         split=shard.split,
         seq_length=manifest.seq_length,
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
-        sub_samples=tuple(_sub_samples(run, task_encoder, row, pack)),
+        sub_samples=tuple(_sub_samples(task_encoder.encoder, row, pack)),
         dropped=tuple(row.dropped),
     )
 
 
 def _sub_samples(
-    run: Run,
-    task_encoder: "PackedTaskEncoder",
-    row: "PackedRowSample",
-    pack: Pack,
+    encoder: FamilyEncoder, row: "PackedRowSample", pack: Pack
 ) -> Iterator[SubSamplePreview]:
     """Yield each segment of a row with the source sample that it was made from."""
-    encoder = task_encoder.encoder
-    restored = restore_pack(pack.record, pack.key)
-    samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
+    sub_samples = restore_pack(pack.record, pack.key).sub_samples
+    samples = (sub for sub in sub_samples if isinstance(sub, SourceSample))
     keys = iter(row.sub_sample_keys)
-    trees = {key: tree for tree in restored.trees for key in restored.keys[tree.first : tree.end]}
     bounds = list(itertools.pairwise(row.row.cu_lengths.tolist()))
     parents = row.row.parents.tolist() or [-1] * len(bounds)
 
     @functools.cache
     def medium(name: str, grid: tuple[int, ...], options: MediumOptions) -> MediumPreview:
-        own = encoder.for_medium(options)
-        return _medium(name, pack.media[name], grid, own, run.config.model)
+        own, data = encoder.for_medium(options), pack.media[name]
+        if not is_video_name(name):
+            return MediumPreview(name, *own.decode_image(data).size, grid, data)
+        header = own.video_header(io.BytesIO(data))
+        frames = own.sample_video(header).frames
+        first = next(decode_frames(data, header, frames[:1], own.max_image_pixels))
+        first.save(file := io.BytesIO(), "PNG")
+        return MediumPreview(name, *first.size, grid, file.getvalue(), len(frames))
 
     for number, ((start, end), parent) in enumerate(zip(bounds, parents, strict=True)):
         if parent < 0 or parent < number - 1:  # a first branch goes with its trunk
             sub_key = next(keys)
             sample = next(sample for sample in samples if sample.key == sub_key)
-        sizes = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
-        headers = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
-        measured = encoder.measure(sample, [(one.height, one.width) for one in sizes], headers)
-        media = tuple(map(medium, sample.media, measured.grid_thw, sample.media_options))
-        images, videos = media[: len(sizes)], media[len(sizes) :]
-        shown = in_order(sample, images, videos)
-        num_branches = parents.count(number)
-        if num_branches or parent >= 0:
-            *_, num_images, num_videos = trees[sample.key]
-            of_trunk = [slice(count) for count in (num_images, num_videos, num_images + num_videos)]
-            own = of_trunk if num_branches else [slice(one.stop, None) for one in of_trunk]
-            images, videos, shown = images[own[0]], videos[own[1]], shown[own[2]]
+        images = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
+        videos = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
+        given = sample, [(one.height, one.width) for one in images], videos
+        measured, tokenized = encoder.measure(*given), encoder.tokenize(*given)
+        media = map(medium, sample.media, measured.grid_thw, sample.media_options)
+        before = 0 if parent < 0 else bounds[parent][1] - bounds[parent][0]  # the trunk's tokens
+        shown = [
+            ((place - before, count), one)
+            for (place, count), one in zip(
+                [*tokenized.images, *tokenized.videos], media, strict=True
+            )
+            if before <= place < before + end - start
+        ]
         tokens, weights, is_padding = (
             column[start:end].numpy()
             for column in (row.row.tokens, row.row.loss_weights, row.row.attn_mask)
         )
-        spans = tuple(spell_segment(tokens, weights, is_padding, encoder, shown))
-        num_loss_tokens = int((weights > 0).sum())
-        counts = end - start, num_loss_tokens
-        yield SubSamplePreview(sample, *counts, images, videos, spans, parent >= 0, num_branches)
-
-
-def _medium(
-    name: str, data: bytes, grid: tuple[int, ...], encoder: FamilyEncoder, model: ModelOptions
-) -> MediumPreview:
-    limit = model.max_image_pixels or MAX_IMAGE_PIXELS
-    if not is_video_name(name):
-        return MediumPreview(name, *decode_image(data, max_image_pixels=limit).size, grid, data)
-    header = read_video_header(
-        io.BytesIO(data), max_frame_pixels=limit, max_frames=model.max_video_frames
-    )
-    frames = encoder.sample_video(header).frames
-    first = next(decode_frames(data, header, frames[:1], limit))
-    buffer = io.BytesIO()
-    first.save(buffer, "PNG")
-    return MediumPreview(name, *first.size, grid, buffer.getvalue(), len(frames))
+        yield SubSamplePreview(
+            sample,
+            num_tokens=end - start,
+            num_loss_tokens=int((weights > 0).sum()),
+            images=tuple(one for _, one in shown if not one.num_frames),
+            videos=tuple(one for _, one in shown if one.num_frames),
+            spans=tuple(spell_segment(tokens, weights, is_padding, encoder, shown)),
+            is_branch=parent >= 0,
+            num_branches=parents.count(number),
+        )

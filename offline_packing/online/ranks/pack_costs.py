@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from operator import methodcaller
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -97,19 +97,11 @@ def schedule_of(
     )
 
 
-class PlannedOutput(NamedTuple):
-    """An output in a folder or a blend, with what its packs were written from."""
-
-    manifest: Manifest
-    samples: Index
-    plan: PackPlan
-    #: of its packs, in the folder and in the plan, (num_packs,)
-    numbers: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
-
-
-def planned_outputs(folder: PackedFolder) -> Iterator[PlannedOutput]:
-    """Yield the outputs in a folder. Raises StageError as `pack_costs`."""
+def planned_outputs(
+    folder: PackedFolder,
+) -> Iterator[tuple[Manifest, Index, PackPlan, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield the outputs in a folder, or a blend: manifest, index and plan, and of its packs the
+    numbers in the folder and in the plan, (num_packs,). Raises StageError as `pack_costs`."""
     roots = dict.fromkeys(shard.root for shard in folder.shards)
     manifests = {root: read_manifest(root) for root in roots}
     firsts: dict[Path, int] = {}  # the place of each shard's first pack
@@ -123,7 +115,7 @@ def planned_outputs(folder: PackedFolder) -> Iterator[PlannedOutput]:
         samples, plan = artifacts_of(root, manifest)
         assert manifest is not None  # it would be refused
         own = np.flatnonzero(outputs == number)
-        yield PlannedOutput(manifest, samples, plan, own, places[own])
+        yield manifest, samples, plan, own, places[own]
 
 
 def _outputs(folder: PackedFolder) -> npt.NDArray[np.int64]:

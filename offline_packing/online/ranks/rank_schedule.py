@@ -147,94 +147,78 @@ class RankSchedule:
         kinds = np.zeros(len(ids), np.int64) if self.kinds is None else self.kinds[ids]
         packs = Packs(ids, np.arange(len(ids) + 1))
         if self.budget is not None and len(ids):
-            data = self.lengths, self.cost, self.budget, num_ranks, seed
-            own = [fill_micro_batches(ids[kinds == kind], *data) for kind in np.unique(kinds)]
-            packs = join_packs(own)
-            kinds = np.repeat(np.unique(kinds), [part.num_packs for part in own])
-        cost = self._sums(self.cost, packs)
-        tower = None if self.tower_cost is None else self._sums(self.tower_cost, packs)
-        features = None if self.features is None else self._sums(self.features, packs)
+            each = np.unique(kinds)
+            own = [self._fill(self.budget, ids[kinds == kind], num_ranks, seed) for kind in each]
+            packs, kinds = join_packs(own), np.repeat(each, [part.num_packs for part in own])
+
+        def sums(values: np.ndarray) -> np.ndarray:
+            starts = packs.pack_offsets[:-1]
+            return np.add.reduceat(values[packs.sample_ids], starts, dtype=np.float64)
+
+        cost = sums(self.cost)
+        tower = None if self.tower_cost is None else sums(self.tower_cost)
+        features = None if self.features is None else sums(self.features)
         rng = np.random.default_rng(seed)
         table = deal_steps(PackCosts.of(cost, tower, kinds, features), num_ranks, rng)
         if not seed[2]:  # where the blocks of an endless sequence of epochs begin
             table = np.roll(table, -seed[1] * len(table) % BLOCK, axis=0)
         return Epoch(*packs, table, ())
 
-    @staticmethod
-    def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
-        """Sum values over each micro batch, float64 (num_packs, …)."""
-        if not packs.num_packs:
-            return np.empty((0, *values.shape[1:]))
-        return np.add.reduceat(values[packs.sample_ids], packs.pack_offsets[:-1], dtype=np.float64)
+    def _fill(self, budget: int, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> Packs:
+        """Put the samples `ids` into as few micro batches as `budget` tokens allow, if possible a
+        multiple of num_ranks of them."""
+        planning_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        plan = plan_packs(self.lengths[ids], budget, seed=planning_seed)
+        packs = Packs(ids[plan.sample_ids], plan.pack_offsets)
+        odd = packs.num_packs % num_ranks
+        if not odd:
+            return packs
+        # The rows of most samples: small ones are easily divided.
+        by_size = np.argsort(np.diff(packs.pack_offsets), kind="stable")
+        last = reorder_packs(packs, by_size[-odd:])
+        rest = reorder_packs(packs, np.sort(by_size[:-odd]))
+        divided = self._divide(budget, last.sample_ids, num_ranks)
+        if divided is None:
+            return self._split(budget, packs, num_ranks - odd)
+        return join_packs([rest, _as_packs(divided)])
 
+    def _divide(self, budget: int, ids: np.ndarray, count: int) -> list[list[int]] | None:
+        """Divide samples into `count` micro batches of similar cost: the costliest first, each to
+        that with the lowest cost that has room. None if that fails."""
+        parts: list[list[int]] = [[] for _ in range(count)]
+        spent, room = np.zeros(count), np.full(count, budget)
+        for item in ids[np.argsort(-self.cost[ids], kind="stable")].tolist():
+            open_parts = np.flatnonzero(room >= self.lengths[item])
+            if not len(open_parts):
+                return None
+            part = open_parts[spent[open_parts].argmin()]
+            parts[part].append(item)
+            spent[part] += self.cost[item] or np.finfo(float).tiny
+            room[part] -= self.lengths[item]
+        return parts if all(parts) else None
 
-def fill_micro_batches(
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    cost: np.ndarray,
-    budget: int,
-    num_ranks: int,
-    seed: Sequence[int],
-) -> Packs:
-    """Put the samples `ids` into as few micro batches as `budget` tokens allow, if possible a
-    multiple of num_ranks of them. `lengths` and `cost` are of all samples."""
-    planning_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    plan = plan_packs(lengths[ids], budget, seed=planning_seed)
-    packs = Packs(ids[plan.sample_ids], plan.pack_offsets)
-    odd = packs.num_packs % num_ranks
-    if not odd:
-        return packs
-    # The rows of most samples: small ones are easily divided.
-    by_size = np.argsort(np.diff(packs.pack_offsets), kind="stable")
-    last = reorder_packs(packs, by_size[-odd:])
-    rest = reorder_packs(packs, np.sort(by_size[:-odd]))
-    divided = _divide(last.sample_ids, lengths, cost, budget, num_ranks)
-    if divided is None:
-        return _split(packs, lengths, cost, budget, num_ranks - odd)
-    return join_packs([rest, _as_packs(divided)])
-
-
-def _divide(
-    ids: np.ndarray, lengths: np.ndarray, cost: np.ndarray, budget: int, count: int
-) -> list[list[int]] | None:
-    """Divide samples into `count` micro batches of similar cost: the costliest first, each to that
-    with the lowest cost that has room. None if that fails."""
-    parts: list[list[int]] = [[] for _ in range(count)]
-    spent, room = np.zeros(count), np.full(count, budget)
-    for item in ids[np.argsort(-cost[ids], kind="stable")].tolist():
-        open_parts = np.flatnonzero(room >= lengths[item])
-        if not len(open_parts):
-            return None
-        part = open_parts[spent[open_parts].argmin()]
-        parts[part].append(item)
-        spent[part] += cost[item] or np.finfo(float).tiny
-        room[part] -= lengths[item]
-    return parts if all(parts) else None
-
-
-def _split(packs: Packs, lengths: np.ndarray, cost: np.ndarray, budget: int, count: int) -> Packs:
-    """Make up to `count` more micro batches of the same samples: the costliest of several samples
-    becomes two of similar cost, again and again."""
-    offsets = packs.pack_offsets
-    several = np.flatnonzero(np.diff(offsets) > 1)
-    costs = np.add.reduceat(cost[packs.sample_ids], offsets[:-1])[several]
-    chosen = several[np.argsort(-costs, kind="stable")[:count]]
-    whole = [packs.sample_ids[offsets[i] : offsets[i + 1]] for i in chosen]
-    parts = [(-cost[ids].sum(), ids.tolist()) for ids in whole]
-    heapq.heapify(parts)
-    alone: list[list[int]] = []
-    while count and parts:
-        count -= 1
-        largest = np.array(heapq.heappop(parts)[1])
-        for half in _divide(largest, lengths, cost, budget, 2) or ():
-            if len(half) > 1:
-                heapq.heappush(parts, (-cost[half].sum(), half))
-            else:
-                alone.append(half)
-    rest = reorder_packs(packs, np.setdiff1d(np.arange(packs.num_packs), chosen))
-    return join_packs([rest, _as_packs([*alone, *(ids for _, ids in parts)])])
+    def _split(self, budget: int, packs: Packs, count: int) -> Packs:
+        """Make up to `count` more micro batches of the same samples: the costliest of several
+        samples becomes two of similar cost, again and again."""
+        offsets = packs.pack_offsets
+        several = np.flatnonzero(np.diff(offsets) > 1)
+        costs = np.add.reduceat(self.cost[packs.sample_ids], offsets[:-1])[several]
+        chosen = several[np.argsort(-costs, kind="stable")[:count]]
+        whole = [packs.sample_ids[offsets[i] : offsets[i + 1]] for i in chosen]
+        parts = [(-self.cost[ids].sum(), ids.tolist()) for ids in whole]
+        heapq.heapify(parts)
+        alone: list[list[int]] = []
+        while count and parts:
+            count -= 1
+            largest = np.array(heapq.heappop(parts)[1])
+            for half in self._divide(budget, largest, 2) or ():
+                if len(half) > 1:
+                    heapq.heappush(parts, (-self.cost[half].sum(), half))
+                else:
+                    alone.append(half)
+        rest = reorder_packs(packs, np.setdiff1d(np.arange(packs.num_packs), chosen))
+        return join_packs([rest, _as_packs([*alone, *(ids for _, ids in parts)])])
 
 
 def _as_packs(parts: Sequence[Sequence[int]]) -> Packs:
-    sizes = [len(part) for part in parts]
-    return Packs(np.array([*chain(*parts)], np.int64), np.cumsum([0, *sizes]))
+    return Packs(np.array([*chain(*parts)], np.int64), np.cumsum([0, *map(len, parts)]))

@@ -221,7 +221,7 @@ def test_the_yaml_block(tmp_path: Path) -> None:
     template = SimpleNamespace()
     packed = block.wrap(lettered(4, 2, 3, 1), template)
     assert isinstance(packed, PackedDatasetWrapper)
-    assert packed.packing.buffer_size == 1000
+    assert packed.settings["buffer_size"] == 1000
     assert [sum(sample["length"] for sample in pack) for pack in packed] == [10]
     assert template.padding_free is True
     samples = lettered(4, 2)
