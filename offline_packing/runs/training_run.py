@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: Stages that a run has begun: plain values of `TrainedStage`.
 Trained = Sequence[Mapping[str, Any]]
 
-VERSION: Final = 7
+VERSION: Final = 8
 #: The file of a checkpoint that is written last.
 STATE: Final = "state.json"
 
