@@ -17,6 +17,7 @@ from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout, idle_shares
+from offline_packing.planner.strategies.strategy import Packs
 from task_encoders.families import FAMILIES
 
 TOWER_SHARE = 0.22
@@ -35,7 +36,7 @@ def draw_costs(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarr
     return tokens, tower, language
 
 
-def sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
+def sums(plan: PackPlan | Packs, values: np.ndarray) -> np.ndarray:
     """Sum over each pack."""
     return np.add.reduceat(values[plan.sample_ids], plan.pack_offsets[:-1])
 
@@ -69,9 +70,9 @@ def idle(samples: int, many: int) -> None:
         shares = (
             idle_shares(cost[random], of_tower[random])[1],
             idle_shares(cost[before.table], of_tower[before.table])[1],
-            idle_shares(both.cost, both.tower_cost)[1],
-            idle_shares(before.cost, before.tower_cost)[0],
-            idle_shares(both.cost, both.tower_cost)[0],
+            idle_shares(cost[both.table], of_tower[both.table])[1],
+            idle_shares(cost[before.table], of_tower[before.table])[0],
+            idle_shares(cost[both.table], of_tower[both.table])[0],
         )
         row = " | ".join(f"{100 * share:.2f}%" for share in shares)
         click.echo(f"| {seq_length} x {num_ranks} | {row} |")
@@ -80,7 +81,8 @@ def idle(samples: int, many: int) -> None:
         begin = time.perf_counter()
         schedule = RankSchedule(tokens, tower + language, 32, budget, tower_cost=tower)
         epoch = schedule.epoch(0)
-        share = idle_shares(epoch.cost, epoch.tower_cost)[1]
+        packs, table = epoch.micro_batches, epoch.table
+        share = idle_shares(sums(packs, schedule.cost)[table], sums(packs, tower)[table])[1]
         seconds = time.perf_counter() - begin
         click.echo(f"{many:,} samples, budget {budget}: {seconds:.1f} s, idle {share:.2%}")
 

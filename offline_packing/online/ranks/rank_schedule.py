@@ -51,9 +51,6 @@ class EpochSchedule:
     micro_batches: Packs
     #: int64 (num_steps, num_ranks): numbers of micro batches
     table: np.ndarray
-    #: float64 (num_steps, num_ranks): cost of the micro batches, and the tower's part of it
-    cost: np.ndarray
-    tower_cost: np.ndarray
     #: stretches of the next epoch that this one trains: none
     begun: tuple[Stretch, ...] = ()
 
@@ -191,8 +188,7 @@ class RankSchedule:
         table = deal_steps(PackCosts.of(cost, tower, kinds, features), num_ranks, rng)
         if not seed[2]:  # where the blocks of an endless sequence of epochs begin
             table = np.roll(table, -seed[1] * len(table) % BLOCK, axis=0)
-        in_tower = np.zeros(table.shape) if tower is None else tower[table]
-        return EpochSchedule(packs, table, cost[table], in_tower)
+        return EpochSchedule(packs, table)
 
     def _fill(self, budget: int, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> Packs:
         """Put the samples `ids` into as few micro batches as `budget` tokens allow, if possible a
