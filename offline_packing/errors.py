@@ -8,7 +8,8 @@ from task_encoders.storage.remote_requests import RemoteError
 #: C0 and C1 but tab and line ends, and what turns the direction of writing.
 _CONTROLS: Final = {
     code: ascii(chr(code))[1:-1]
-    for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0x202A, 0x202F))
+    for first, end in ((0, 9), (11, 13), (14, 32), (127, 160), (0x202A, 0x202F), (0x2066, 0x206A))
+    for code in range(first, end)
 }
 
 

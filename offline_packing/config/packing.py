@@ -103,8 +103,8 @@ class PackingConfig(Section):
                 )
         kept = {place for source in self.source for place in getattr(source, "keep", ())}
         where = [] if self.pack.where is None else parse_filters(self.pack.where)
-        for column, *_ in itertools.chain(*where):
-            if (name := column.partition(" ")[2]) not in kept:
+        for (_, name), *_ in itertools.chain(*where):
+            if name not in kept:
                 raise ValueError(
                     f"pack.where names {name!r}, which no source keeps "
                     f"(kept: {', '.join(sorted(kept)) or 'nothing'}); add it to source.keep"

@@ -20,9 +20,13 @@ _OPERATORS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
 _FORM: Final = "write [[FIELD, '>=', 3], [FIELD, 'not in', [a, b]]]"
 
 
-def parse_filters(filters: Any) -> list[list[tuple[str, str, Any]]]:
-    """Parse pyarrow's filters to lists of clauses, of which one list must hold. A clause begins
-    with 'number FIELD' or 'text FIELD', by its value. Raises ValueError naming a bad clause."""
+#: The kind of a clause's value, "number" or "text", with its field; its operator; its value.
+Clause = tuple[tuple[str, str], str, Any]
+
+
+def parse_filters(filters: Any) -> list[list[Clause]]:
+    """Parse pyarrow's filters to lists of clauses, of which one list must hold. Raises ValueError
+    naming a bad clause."""
     if not _is_list(filters) or not all(map(_is_list, filters)):
         raise ValueError(f"pack.where: {filters!r} is not a list of clauses; {_FORM}")
     any_of = filters if all(_is_list(one) for own in filters for one in own) else [filters]
@@ -33,7 +37,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0
 
 
-def _parse_clause(clause: Any) -> tuple[str, str, Any]:
+def _parse_clause(clause: Any) -> Clause:
     where = f"pack.where: {clause!r}"
     if len(clause) != 3 or not all(isinstance(one, str) for one in clause[:2]):
         raise ValueError(f"{where} is not a clause of field, operator and value; {_FORM}")
@@ -48,7 +52,7 @@ def _parse_clause(clause: Any) -> tuple[str, str, Any]:
         )
     if op not in _OPERATORS:
         raise ValueError(f'{where}: "{op}" is not a valid operator; choose {", ".join(_OPERATORS)}')
-    return f"{kinds.pop()} {name}", op, frozenset(value) if _is_list(value) else value
+    return (kinds.pop(), name), op, frozenset(value) if _is_list(value) else value
 
 
 def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
@@ -56,17 +60,13 @@ def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
     value. Raises StageError if no sample has a field."""
     any_of = parse_filters(filters)
     columns = dict.fromkeys(column for all_of in any_of for column, *_ in all_of)
-    names = [column.partition(" ")[2] for column in columns]
-    absent = set(names)
-    texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for name in names))
+    absent = {name for _, name in columns}
+    texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for _, name in columns))
     found = [np.empty(0, np.int32)]  # indices into texts; -1: chosen
     for part in samples.parts("kept"):
-        fields = {name: pc.map_lookup(part["kept"], name, "first") for name in names}
+        fields = {name: pc.map_lookup(part["kept"], name, "first") for _, name in columns}
         absent -= {name for name, field in fields.items() if field.null_count < len(field)}
-        values = {
-            column: _values(fields[name], column)
-            for column, name in zip(columns, names, strict=True)
-        }
+        values = {(kind, name): _values(fields[name], kind) for kind, name in columns}
         code = np.zeros(len(part), np.int32)
         for number, own in reversed([*enumerate(values.values(), start=1)]):
             code[[one is None for one in own]] = number
@@ -84,11 +84,11 @@ def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
     return AsideSamples(ids, codes[ids], texts)
 
 
-def _values(field: pa.ChunkedArray, column: str) -> list[Any]:
+def _values(field: pa.ChunkedArray, kind: str) -> list[Any]:
     """Return each sample's number, exact, or text in a field, or None."""
     number, text = (pc.struct_field(field, one) for one in ("number", "text"))
     is_integer = pc.match_substring_regex(text, "^[+-]?[0-9]+$").fill_null(False)
-    if column.startswith("text "):
+    if kind == "text":
         return pc.if_else(pc.and_(is_integer, number.is_null()), None, text).to_pylist()
     values = number.to_pylist()
     for row in np.flatnonzero(is_integer.to_numpy()).tolist():

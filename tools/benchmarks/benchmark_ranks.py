@@ -17,6 +17,7 @@ from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout, idle_shares
+from offline_packing.planner.strategies.strategy import Packs
 from task_encoders.families import FAMILIES
 
 TOWER_SHARE = 0.22
@@ -35,7 +36,7 @@ def draw_costs(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarr
     return tokens, tower, language
 
 
-def sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
+def sums(plan: PackPlan | Packs, values: np.ndarray) -> np.ndarray:
     """Sum over each pack."""
     return np.add.reduceat(values[plan.sample_ids], plan.pack_offsets[:-1])
 

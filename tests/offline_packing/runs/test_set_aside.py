@@ -143,7 +143,7 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(
     """Ids, names and fields with control characters: in warnings, lists and errors."""
     for name, value in {"handlers": [], "level": logging.WARNING}.items():
         monkeypatch.setattr(logging.root, name, value)  # the command sets its own
-    evil = "\x1b[2J\x9b\u202e"
+    evil = "\x1b[2J\x9b\u202e\u2067"
     records = [
         {"id": f"{evil}{i}", "question": "What?", "answer": f"It is {i}.", f"n{evil}": "Some text."}
         for i in range(9)
@@ -158,7 +158,7 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(
         shown += out + error
     assert "measure: warning: field " in shown
     assert shown.count("x1b[2J") > 4
-    assert not {"\x1b", "\x9b", "\u202e"} & set(shown)
+    assert not {"\x1b", "\x9b", "\u202e", "\u2067"} & set(shown)
 
 
 @pytest.mark.parametrize(
