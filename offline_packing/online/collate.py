@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from task_encoders.concatenate import boundaries, place_samples
-from task_encoders.model_inputs import segment_kwargs
+from task_encoders.model_inputs import media_kwargs, segment_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from task_encoders.settings import FRACTIONS
@@ -30,6 +30,8 @@ _PER_TOKEN: Final = {
 }
 #: Fields that a sample without media may lack.
 _ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
+#: Pixels and grids of images and videos, as `media_kwargs` takes them.
+_MEDIA: Final = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 #: Stay lists: models take images of several sizes that way.
 _IMAGES: Final = "images"
 #: The boundaries replace them.
@@ -63,8 +65,8 @@ def padding_free_collator(
     Args:
         samples: mappings with `input_ids` (n,), and other arguments of the model: `labels` (not
             shifted; default, if no sample has any: input_ids), M-RoPE's `position_ids` (3, n),
-            `pixel_values` and grids (joined along their first dimension), ...; or `EncodedSample`;
-            or packs: lists of these. Lists of numbers, or of arrays of one shape, are arrays, and
+            `pixel_values` and grids (joined along their first dimension), ...; or `EncodedSample`
+            of one family; or packs: lists of these. Lists of numbers, or of arrays of one shape, are arrays, and
             `images` that are lists one list. None, `attention_mask` and `length` are left out.
         pad_to_length: a last segment of padding fills the joined row up to this length.
 
@@ -76,7 +78,8 @@ def padding_free_collator(
         ValueError: there is no sample, one has no tokens or lacks a field that others have, a
             field cannot be joined, or the row is longer than `pad_to_length`.
     """
-    flat = chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples)
+    packs = [s if isinstance(s, list | tuple) else [s] for s in samples]
+    flat = list(chain.from_iterable(packs))
     rows = [_fields(sample) for sample in flat]
     missing = sum("labels" not in row for row in rows)
     if 0 < missing < len(rows):  # all of their tokens would be trained
@@ -96,6 +99,9 @@ def padding_free_collator(
         name: _join(name, rows, padding, fills.get(name))
         for name in dict.fromkeys(chain.from_iterable(rows))
     }
+    for layout in {one.image_layout for one in flat if isinstance(one, EncodedSample)}:
+        media = [fields.pop(name, torch.empty(0)) for name in _MEDIA]
+        fields |= media_kwargs(*media, layout=layout)
     return fields | segment_kwargs(positions, boundaries(starts, total))
 
 

@@ -15,14 +15,18 @@ from offline_packing.online.datasets import (
     DynamicBatches,
     PackedIterableDataset,
 )
+from task_encoders.model_inputs import pixel_kwargs, to_transformers_kwargs
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from tests.helpers.online_samples import Indexed, lettered
 from tests.helpers.tiny_checkpoints import (
     gradients_of,
+    packed_batch,
     row_samples,
     transformers_model,
     unpacked_inputs,
 )
+from tests.helpers.tiny_families import encoded_samples, encoder_of
+from tests.world import World
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,15 @@ def test_lists_arrays_and_rows_of_a_processor_are_taken() -> None:
         assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
         assert row["labels"].tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5, IGNORE_INDEX]]
         assert row.keys().isdisjoint({"pixel_values", "attention_mask", "length"})
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava_1_5", "mistral3", "gemma4", "internvl3"])
+def test_encoded_samples_have_the_media_that_their_model_takes(family: str, world: World) -> None:
+    samples = encoded_samples(family, encoder_of(world.tokenizer(family)))
+    row, expected = padding_free_collator(samples), to_transformers_kwargs(packed_batch(samples))
+    assert row.keys() == expected.keys() > {"pixel_values"}
+    for name in pixel_kwargs(packed_batch(samples)):
+        assert torch.equal(row[name], expected[name]), name
 
 
 def test_media_in_lists_are_in_the_row() -> None:
