@@ -8,12 +8,10 @@ import numpy as np
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 
-IMAGES, VIDEOS = 1, 2
-
 
 def kinds_of(has: np.ndarray, packs: Packs) -> np.ndarray:
-    """Return the kind of each pack, int64 (num_packs,): ``has`` (num_samples,) is the sum of
-    `IMAGES` and `VIDEOS`, for what a sample has."""
+    """Return the kind of each pack, int64 (num_packs,), as ``has`` (num_samples,) names those of
+    samples: 1 for images, 2 for videos, and 3 for both."""
     return np.asarray(np.bitwise_or.reduceat(has[packs.sample_ids], packs.pack_offsets[:-1]))
 
 

@@ -58,16 +58,6 @@ def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.
 
 
 @Kernel
-def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.ndarray) -> bool:
-    """Fill one pack longest first; return True if it is full. Each length divides the next, so this
-    fills the pack whenever any choice of samples does."""
-    for index in range(lengths.shape[0] - 1, -1, -1):
-        times[index] = min(counts[index], room // lengths[index])
-        room -= times[index] * lengths[index]
-    return room == 0
-
-
-@Kernel
 def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fill packs exactly with lengths that each divide the next and the capacity.
 
@@ -81,11 +71,17 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
     times = np.zeros(lengths.shape[0], np.int64)
     while True:
         diverse = _diverse_pack(lengths, counts[lengths], capacity, times)
-        if not diverse and not _greedy_pack(lengths, counts[lengths], capacity, times):
-            return as_rows(entries), as_rows(patterns)
+        if not diverse:
+            # Longest first: as each length divides the next, this fills the pack if anything does.
+            room = capacity
+            for index in range(lengths.shape[0] - 1, -1, -1):
+                times[index] = min(counts[lengths[index]], room // lengths[index])
+                room -= times[index] * lengths[index]
+            if room > 0:
+                return as_rows(entries), as_rows(patterns)
         start = len(entries)
-        for index in np.flatnonzero(times):
-            entries.append((lengths[index], times[index]))
+        for used in np.flatnonzero(times):
+            entries.append((lengths[used], times[used]))
         # A diverse choice repeats for as long as no length runs out.
         packs = packs_within(entries, start, counts) if diverse else 1
         counts[lengths] -= packs * times
