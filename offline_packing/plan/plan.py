@@ -78,9 +78,8 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     bring(run, stage := Plan(run, samples))
     receipt = run.workspace.read_plan()
     assert receipt is not None
-    if stage.planned is not None:
-        return StoredPlan(stage.planned.packs, receipt)
-    return load_plan(run.workspace, receipt)
+    made = stage.planned
+    return load_plan(run.workspace, receipt) if made is None else StoredPlan(made.packs, receipt)
 
 
 class Plan(Stage):
@@ -106,9 +105,17 @@ class Plan(Stage):
         return [Task(plan_files(self.run.config), None)]
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
-        self.planned = make_plan(self.run, self.samples)
-        _warn_of_uneven_packs(self.run.config, self.planned.packs)
-        _save(self.run, self.samples, self.planned, folder / "_packing" / "plan")
+        self.planned = planned = make_plan(self.run, self.samples)
+        _warn_of_uneven_packs(self.run.config, planned.packs)
+        folder = folder / "_packing" / "plan"
+        planned.packs.save(folder, id_type=np.int64)
+        schema, paths = index.SET_ASIDE_SCHEMA, [s.path for s in self.run.config.source]
+        with index.table_writer(folder / "set_aside.parquet", schema) as write_aside:
+            for table in planned.set_aside.tables(self.samples, paths):
+                write_aside(table)
+        reasons = planned.set_aside.reasons
+        text = summary_text(self.run, self.samples, planned.packs, reasons)
+        write_atomically(folder / "summary.txt", text.encode())
 
     def record(self) -> tuple[dict[str, str], dict[str, Any]]:
         root = self.run.workspace.root
@@ -147,16 +154,6 @@ def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
                 order.num_ranks,
                 max(1, order.num_workers),
             )
-
-
-def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> None:
-    """Write all files of a plan."""
-    planned.packs.save(folder, id_type=np.int64)
-    with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
-        for table in planned.set_aside.tables(samples, [s.path for s in run.config.source]):
-            write_aside(table)
-    text = summary_text(run, samples, planned.packs, planned.set_aside.reasons)
-    write_atomically(folder / "summary.txt", text.encode())
 
 
 def preview_plan(run: Run, samples: Index) -> str:

@@ -88,10 +88,9 @@ def from_packs(packs: np.ndarray, copies: int) -> Composition:
     """Make a composition of packs as lengths, (num_packs, samples_per_pack), 0 for none; each
     serves ``copies``."""
     packs = np.sort(packs, axis=1)
-    lengths = packs[packs > 0]
-    entries = np.stack([lengths, np.ones_like(lengths)], axis=1)
-    ends = np.cumsum(np.count_nonzero(packs, axis=1))
-    return from_entries(entries, np.stack([ends, np.full(len(packs), copies)], axis=1))
+    lengths = packs[packs > 0].astype(np.int32)
+    offsets = np.append(0, np.cumsum(np.count_nonzero(packs, axis=1)))
+    return Composition(lengths, np.ones_like(lengths), offsets, np.full(len(packs), copies))
 
 
 def join_compositions(parts: Sequence[Composition]) -> Composition:

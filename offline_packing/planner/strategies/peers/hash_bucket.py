@@ -80,8 +80,8 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
             if room > 0:
                 return as_rows(entries), as_rows(patterns)
         start = len(entries)
-        for index in np.flatnonzero(times):
-            entries.append((lengths[index], times[index]))
+        for used in np.flatnonzero(times):
+            entries.append((lengths[used], times[used]))
         # A diverse choice repeats for as long as no length runs out.
         packs = packs_within(entries, start, counts) if diverse else 1
         counts[lengths] -= packs * times
