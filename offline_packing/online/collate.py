@@ -66,8 +66,9 @@ def padding_free_collator(
         samples: mappings with `input_ids` (n,), and other arguments of the model: `labels` (not
             shifted; default, if no sample has any: input_ids), M-RoPE's `position_ids` (3, n),
             `pixel_values` and grids (joined along their first dimension), ...; or `EncodedSample`
-            of one family; or packs: lists of these. Lists of numbers, or of arrays of one shape, are arrays, and
-            `images` that are lists one list. None, `attention_mask` and `length` are left out.
+            of one family; or packs: lists of these. Lists of numbers, or of arrays of one shape,
+            are arrays, and `images` that are lists one list. None, `attention_mask` and `length`
+            are left out.
         pad_to_length: a last segment of padding fills the joined row up to this length.
 
     Returns:
