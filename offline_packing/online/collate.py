@@ -102,7 +102,7 @@ def padding_free_collator(
     }
     for layout in {one.image_layout for one in flat if isinstance(one, EncodedSample)}:
         media = [fields.pop(name, torch.empty(0)) for name in _MEDIA]
-        fields |= media_kwargs(*media, layout=layout)
+        fields |= media_kwargs(*media, layout)
     return fields | segment_kwargs(positions, boundaries(starts, total))
 
 
