@@ -25,6 +25,7 @@ from offline_packing.storage.files import (
     hash_file,
     hold_lock,
     is_remote,
+    local_copy,
     read_json,
     remove_folder,
     remove_temporaries,
@@ -43,7 +44,7 @@ _AGAIN: Final = "remove the folder and export again"
 
 #: Modules of the forms of exported packs. Each has
 #: refuse(manifest): why packs of an output have no such form; "": they have it
-#: write(task): writes the files of a shard, and returns their hashes by name in the folder
+#: write(task, tar): writes the files of a shard, and returns their hashes by name in the folder
 #: finish(folder, tasks): completes the export, and returns the files that make it up
 FORMS: Final[Mapping[str, ModuleType]] = {"raw": raw_packs, "nemo": nemo}
 
@@ -161,11 +162,17 @@ def _tasks(output: Path, folder: Path, manifest: Manifest) -> list[ShardExport]:
 
 
 def _export_shard(to: str, task: ShardExport) -> int:
-    """Export a shard, unless that is done; returns the number of its files."""
+    """Export a shard, unless that is done; returns the number of its files. Raises DamagedError if
+    the shard is not what was written."""
     try:
         hashes = _read_done(task.folder, task.done)
     except DamagedError:  # or not there yet
-        hashes = FORMS[to].write(task)
+        path = task.output / task.line.name
+        with local_copy(path) as tar:
+            if not _is_whole(tar, task.line.xxh3_128):
+                why = "is missing, or not what was written; offline-packing verify names the remedy"
+                raise DamagedError(f"{path} {why}") from None
+            hashes = FORMS[to].write(task, tar)
         write_atomically(task.done, to_json(seal(dict(hashes))))
     advance(task.line.packs)
     return len(hashes)
