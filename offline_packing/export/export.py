@@ -25,6 +25,7 @@ from offline_packing.storage.files import (
     hash_file,
     hold_lock,
     is_remote,
+    local_copy,
     read_json,
     remove_folder,
     remove_temporaries,
@@ -43,7 +44,7 @@ _AGAIN: Final = "remove the folder and export again"
 
 #: Modules of the forms of exported packs. Each has
 #: refuse(manifest): why packs of an output have no such form; "": they have it
-#: write(task): writes the files of a shard, and returns their hashes by name in the folder
+#: write(task, tar): writes the files of a shard, and returns their hashes by name in the folder
 #: finish(folder, tasks): completes the export, and returns the files that make it up
 FORMS: Final[Mapping[str, ModuleType]] = {"raw": raw_packs, "nemo": nemo}
 
@@ -79,7 +80,7 @@ def export(
     engine = engine or LocalEngine(0)
     if engine.IS_SHARED:
         raise StageError("ranks cannot share an export; set engine.name to local or ray")
-    manifest, folder = _open(output, folder, to)
+    manifest, folder, place = _open(output, folder, to)
     num_packs = sum(manifest.counts.packs.values())
     made = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[FileName, str]])
     if made is not None:
@@ -90,7 +91,7 @@ def export(
             num_files = sum(engine.run(partial(_check_file, folder), files.items(), bar.update))
         _remove_pieces(folder, files)
         return Exported(num_packs, num_files, was_complete=True)
-    place, tasks = _partial(folder), _tasks(output, _partial(folder), manifest)
+    tasks = _tasks(output, place, manifest)
     with hold_lock(place / OWN / "lock", str(folder)), translate_disk_full(place):
         (place / PIECES).mkdir(parents=True, exist_ok=True)
         for left in (place, place / OWN, place / PIECES):
@@ -118,37 +119,34 @@ def _remove_pieces(folder: Path, files: Mapping[str, str]) -> None:
 
 def preview_export(output: Path, folder: Path, to: str = "raw") -> str:
     """Describe what `export` would do. Raises StageError as it does."""
-    manifest, folder = _open(output, folder, to)
+    manifest, folder, place = _open(output, folder, to)
     packs = f"{sum(manifest.counts.packs.values()):,} packs"
     if (folder / _MANIFEST).exists():
         return f"would check the files of {packs} in {folder}"
-    tasks = _tasks(output, _partial(folder), manifest)
+    tasks = _tasks(output, place, manifest)
     there = sum(task.done.exists() for task in tasks)
     already = f"; {there:,} of {len(tasks):,} shards are there" if there else ""
     size = sum(line.bytes for line in manifest.shards)
     return f"would write {packs}, {size:,} bytes of shards, to {folder}{already}"
 
 
-def _open(output: Path, folder: Path, to: str) -> tuple[Manifest, Path]:
-    """Return the output's manifest, and the absolute folder, which is free or holds this export."""
+def _open(output: Path, folder: Path, to: str) -> tuple[Manifest, Path, Path]:
+    """Return the output's manifest; the absolute folder, which is free or holds this export; and
+    the folder in which it is made."""
     manifest, folder = require_manifest(output), folder.absolute()
+    place = folder if is_remote(folder) else folder.with_name(f"{folder.name}.partial")
     if why := FORMS[to].refuse(manifest):
         raise StageError(f"the packs of {output} cannot be exported to {to}: {why}")
-    for place in (folder, _partial(folder)):
-        source = read_json(place / _SOURCE, _AGAIN, form=dict[str, Any])
-        if source is None and place.is_dir() and set(place.iterdir()) - {place / OWN}:
-            raise StageError(f"{place} holds files of something else; choose another folder")
+    for at in (folder, place):
+        source = read_json(at / _SOURCE, _AGAIN, form=dict[str, Any])
+        if source is None and at.is_dir() and set(at.iterdir()) - {at / OWN}:
+            raise StageError(f"{at} holds files of something else; choose another folder")
         if source not in (None, _source(manifest, to)):
             raise StageError(
-                f"{place} holds an export of other packs than {output} has, or in another form; "
+                f"{at} holds an export of other packs than {output} has, or in another form; "
                 "remove the folder, or choose another"
             )
-    return manifest, folder
-
-
-def _partial(folder: Path) -> Path:
-    """Return the folder in which an export is made."""
-    return folder if is_remote(folder) else folder.with_name(f"{folder.name}.partial")
+    return manifest, folder, place
 
 
 def _source(manifest: Manifest, to: str) -> dict[str, Any]:
@@ -161,11 +159,17 @@ def _tasks(output: Path, folder: Path, manifest: Manifest) -> list[ShardExport]:
 
 
 def _export_shard(to: str, task: ShardExport) -> int:
-    """Export a shard, unless that is done; returns the number of its files."""
+    """Export a shard, unless that is done; returns the number of its files. Raises DamagedError if
+    the shard is not what was written."""
     try:
         hashes = _read_done(task.folder, task.done)
     except DamagedError:  # or not there yet
-        hashes = FORMS[to].write(task)
+        path = task.output / task.line.name
+        with local_copy(path) as tar:
+            if not _is_whole(tar, task.line.xxh3_128):
+                why = "is missing, or not what was written; offline-packing verify names the remedy"
+                raise DamagedError(f"{path} {why}") from None
+            hashes = FORMS[to].write(task, tar)
         write_atomically(task.done, to_json(seal(dict(hashes))))
     advance(task.line.packs)
     return len(hashes)

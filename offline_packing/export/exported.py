@@ -1,13 +1,9 @@
 """The task of exporting a shard; see export.py."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from offline_packing.errors import DamagedError
-from offline_packing.storage.files import hash_file, local_copy
 from task_encoders.packs.manifest import Manifest, ShardLine
 
 #: Folder of the export's own files: other converters take every `*.json` next to packs for a pack.
@@ -35,15 +31,3 @@ class ShardExport:
     def done(self) -> Path:
         """The file that marks the shard as exported."""
         return self.folder / OWN / f"{self.name}.json"
-
-    @contextmanager
-    def tar(self) -> Iterator[Path]:
-        """Hold a local copy of the shard. Raises DamagedError if it is not what was written."""
-        path = self.output / self.line.name
-        with local_copy(path) as tar:
-            if not tar.is_file() or hash_file(tar) != self.line.xxh3_128:
-                raise DamagedError(
-                    f"{path} is missing, or not what was written; offline-packing verify names the "
-                    "remedy"
-                )
-            yield tar

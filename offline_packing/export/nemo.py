@@ -63,7 +63,7 @@ def refuse(manifest: Manifest) -> str:
     return ""
 
 
-def write(task: ShardExport) -> Mapping[str, str]:
+def write(task: ShardExport, tar: Path) -> Mapping[str, str]:
     """Write a shard's documents and the sizes of their sequences, to be joined with those of
     others. Raises StageError if a pack is not encoded as it was measured."""
     model = model_options(**task.manifest.config["model"])
@@ -72,7 +72,7 @@ def write(task: ShardExport) -> Mapping[str, str]:
         model = model.model_copy(update={"control_tokens": tuple(spelled)})
     encoder, sizes = open_encoder(model), list[list[int]]()
     names = [f"{PIECES}/{task.name}.{ending}" for ending in ("bin", "sizes")]
-    with task.tar() as tar, atomic_file(task.folder / names[0]) as file:
+    with atomic_file(task.folder / names[0]) as file:
         packs = read_packs(task.output, tar)
         for entry, pack in zip(scan_tar(tar), packs, strict=True):
             document = _document(encoder, task, entry, pack)

@@ -31,24 +31,23 @@ def refuse(manifest: Manifest) -> str:
     )
 
 
-def write(task: ShardExport) -> Mapping[str, str]:
+def write(task: ShardExport, tar: Path) -> Mapping[str, str]:
     """Write the files of a shard's packs; returns their hashes by name."""
     target, hashes = task.folder, {}
     if len(task.manifest.counts.packs) > 1:
         target /= task.line.split
         target.mkdir(exist_ok=True)
-    with task.tar() as tar:
-        for pack in read_packs(task.output, tar):
-            if "/" in pack.key:
-                raise StageError(
-                    f"{tar} was not written by offline-packing, as {pack.key!r} is in a folder; "
-                    "export packs that it wrote"
-                )
-            for part, data in [*pack.media.items(), (JSON_PART, _record(tar, pack))]:
-                path = target / f"{pack.key}.{part}"
-                remove_path(path)  # also a link, which may lead out of the folder
-                path.write_bytes(data)
-                hashes[str(path.relative_to(task.folder))] = hash_bytes(data)
+    for pack in read_packs(task.output, tar):
+        if "/" in pack.key:
+            raise StageError(
+                f"{tar} was not written by offline-packing, as {pack.key!r} is in a folder; "
+                "export packs that it wrote"
+            )
+        for part, data in [*pack.media.items(), (JSON_PART, _record(tar, pack))]:
+            path = target / f"{pack.key}.{part}"
+            remove_path(path)  # also a link, which may lead out of the folder
+            path.write_bytes(data)
+            hashes[str(path.relative_to(task.folder))] = hash_bytes(data)
     if not is_remote(task.folder):
         os.sync()  # once: a sync per small file would take most of the time
     return hashes

@@ -151,11 +151,6 @@ class ShardFragment:
     packs: Sequence[PackEntry]
 
     @property
-    def num_packs(self) -> int:
-        """Packs in the shard."""
-        return len(self.packs)
-
-    @property
     def content_hash(self) -> str:
         """xxh3_128 of the fragment's file without its seal."""
         return hash_bytes(orjson.dumps(self))

@@ -118,11 +118,11 @@ def make_manifest(
     flops = np.stack([table.tower, table.language], axis=1).astype("<f4")
     for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
         files |= files_of(fragment)
-        own = slice(first, first := first + fragment.num_packs)
+        own = slice(first, first := first + len(fragment.packs))
         line = ShardLine(
             name=fragment.name,
             split=fragment.split,
-            packs=fragment.num_packs,
+            packs=len(fragment.packs),
             samples=fragment.num_samples,
             tokens=fragment.num_tokens,
             bytes=fragment.num_bytes,

@@ -62,7 +62,7 @@ def _plan_status(workspace: Workspace, planned: PlanReceipt | None) -> Iterator[
     yield f"plan      done: {num_packs:,} packs"
     paths = sorted(workspace.write.rglob("*-??????.json"))
     shards = list(read_each(workspace.write, ShardFragment.load, paths))
-    packs = sum(shard.num_packs for shard in shards)
+    packs = sum(len(shard.packs) for shard in shards)
     tokens = sum(shard.num_tokens for shard in shards)
     failed = sorted(workspace.write.rglob("*.failed"))
     yield (

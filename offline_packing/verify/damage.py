@@ -23,7 +23,6 @@ from offline_packing.storage.receipts import (
     receipt_path,
     started_path,
 )
-from task_encoders.storage.paths import REMEDY
 
 #: Beginnings of names of files without which the shards can still be compared with the plan.
 ASIDE: Final = (
@@ -36,16 +35,9 @@ ASIDE: Final = (
 _OF_SHARDS: Final = (".tar", ".tar.idx")
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A file that is missing, or not as it was written."""
-
-    #: relative to the output
-    name: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.text}; {REMEDY}"
+#: Faults of files that are missing, or not as they were written, by their names relative to the
+#: output: 'is missing'.
+Damage = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +52,23 @@ class FileCheck:
     number: int = 0
 
 
-def check_file(task: FileCheck) -> Damage | None:
-    """Return the damage to one file."""
+def check_file(task: FileCheck) -> Damage:
+    """Return the damage to one file; nothing if it is whole."""
     try:
         if hash_metadata(task.root / task.name) == task.expected:
-            return None
+            return {}
         text = f"is not what was written: its hash differs from that in {task.recorded_in}"
     except FileNotFoundError:
         text = "is missing"
     except (OSError, StageError) as error:
         text = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return Damage(task.name, text)
+    return {task.name: text}
 
 
-def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True) -> list[Damage]:
-    """Return each damaged or missing file of the stages of an output, complete or not, once;
-    perhaps without the files of shards, which take long to read."""
-    at, found = run.workspace, list[Damage]()
+def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True) -> Damage:
+    """Return the damage to the stages of an output, complete or not, by name; perhaps without the
+    files of shards, which take long to read."""
+    at, found = run.workspace, Damage()
     checks: list[FileCheck] = []
     is_used = at.manifest.exists()  # whether something was made from the stage
     for stage in reversed(stages):
@@ -87,17 +79,17 @@ def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True
         if receipt and copied and receipt != copied:
             # Nothing says which of them is right.
             text = "is not what was written: receipt and copy differ"
-            found += [Damage(at.name_of(one), text) for one in (path, copy)]
+            found |= {at.name_of(one): text for one in (path, copy)}
         if stage != "verify" and (is_used or receipt or copied):
             lost = [one for one in (path, copy) if not one.exists()]
-            found += [Damage(at.name_of(one), "is missing") for one in lost if not started]
+            found |= {at.name_of(one): "is missing" for one in lost if not started}
         recorded = dict((copied or receipt or Receipt({}, {}, {})).files)
         if stage == "write" and started and not (receipt or copied):
             for fragment in sorted(at.write.rglob("*-??????.json")):
                 try:
                     recorded |= files_of(ShardFragment.load(fragment))
                 except StageError:
-                    found.append(Damage(at.name_of(fragment), "is not what was written"))
+                    found[at.name_of(fragment)] = "is not what was written"
         is_used = is_used or bool(receipt or copied or started)
         for name, expected in recorded.items():
             if shards or not (name.endswith(_OF_SHARDS) or name.startswith("_packing/write/")):
@@ -106,14 +98,14 @@ def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True
     with run.bar("verify", len(own), "file") as bar:
         for one in run.engine.run(check_file, own):
             bar.update(1)
-            found += [] if one is None else [one]
-    return sorted({one.name: one for one in found}.values(), key=lambda one: one.name)
+            found |= one
+    return dict(sorted(found.items()))
 
 
-def _read(at: Workspace, path: Path, found: list[Damage], form: Any) -> Any:
+def _read(at: Workspace, path: Path, found: Damage, form: Any) -> Any:
     """Return a receipt; None: it is not there, or damaged and added to `found`."""
     try:
         return read_json(path, form=form)
     except DamagedError:
-        found.append(Damage(at.name_of(path), "is not what was written"))
+        found[at.name_of(path)] = "is not what was written"
         return None

@@ -27,7 +27,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.storage.receipts import load_receipt
-from offline_packing.verify.damage import FileCheck, check_file
+from offline_packing.verify.damage import Damage, FileCheck, check_file
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.manifest import Manifest, ShardLine
@@ -42,6 +42,7 @@ from task_encoders.packs.pack import (
 from task_encoders.packs.pack_format import Tree
 from task_encoders.packs.stored_media import StoredMedia
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.storage.paths import REMEDY
 
 if TYPE_CHECKING:
     from task_encoders.concatenate import PackedRow
@@ -141,9 +142,11 @@ def verify_tasks(
 def verify_shard(task: VerifyTask) -> VerifyResult:
     """Re-read one shard."""
     report = VerifyResult()
-    damage = list(filter(None, map(check_file, task.checks)))
-    for problem in damage:
-        report.problem(str(problem))
+    damage = Damage()
+    for one in task.checks:
+        damage |= check_file(one)
+    for name, fault in damage.items():
+        report.problem(f"{name} {fault}; {REMEDY}")
     _verify_packs(task, report)
     if damage:  # once rewritten, it has none of the others either
         report.num_repairable = report.num_problems

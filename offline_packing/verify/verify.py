@@ -101,10 +101,9 @@ def verify(
             message = f"verify --deep needs the source: {error}; verify without --deep does not"
             raise StageError(message) from error
     damage = find_damage(run, STAGES[:-1], shards=hash_only)
-    for one in damage:
-        total.problem(str(one), repairable=True)
-    in_the_way = [one.name for one in damage if not one.name.startswith(ASIDE)]
-    if in_the_way:
+    for name, fault in damage.items():
+        total.problem(f"{name} {fault}; {REMEDY}", repairable=True)
+    if in_the_way := [name for name in damage if not name.startswith(ASIDE)]:
         text = f"the shards were not read, since {in_the_way[0]} is damaged"
         total.problem(text, repairable=True)
         return total
@@ -288,9 +287,9 @@ def discard(run: Run, *, dry_run: bool = False) -> str:
         return "nothing is damaged"
     if not dry_run:
         run.workspace.remove_temporaries()
-        start_repair(run.workspace, {one.name: one.text for one in found})
+        start_repair(run.workspace, found)
         remove_path(receipt_path(run.workspace.packing, "verify"))
-    lines = [f"  {one.name} {one.text}" for one in found]
+    lines = [f"  {name} {fault}" for name, fault in found.items()]
     where = run.workspace.damaged
     did = f"would move to {where}" if dry_run else f"moved to {where}; run makes them again"
     return "\n".join([f"{len(found):,} files {did}:", *lines])

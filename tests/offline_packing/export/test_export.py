@@ -205,7 +205,7 @@ def test_a_processor_that_changed_is_refused(world: World, tmp_path: Path) -> No
     task = ShardExport(run.workspace.root, tmp_path, changed, changed.shards[0])
     (tmp_path / PIECES).mkdir(parents=True)
     with pytest.raises(StageError, match=r"tokens, was measured with \d+: the model's processor"):
-        nemo.write(task)
+        nemo.write(task, task.output / task.line.name)
 
 
 def export_and_die(output: Path, folder: Path, after: int, to: str) -> bool:

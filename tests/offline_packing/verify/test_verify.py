@@ -229,7 +229,7 @@ def test_damage(seed: int, world: World, tmp_path: Path) -> None:
             shutil.copy(source / "part0" / name, source / "part0" / name.replace("000000", "more"))
     elif fate == "gone":
         source.rename(tmp_path / "gone")
-    found = {one.name for one in find_damage(run)}
+    found = {*find_damage(run)}
     if done.get("manifest.json") != "unlink":
         assert found & {*done}, case
     discard(run)
