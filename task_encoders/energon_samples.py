@@ -17,9 +17,9 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
-from task_encoders.packs.pack import Pack, PackFormatError, parse_json
+from task_encoders.packs.pack import PackFormatError, parse_json
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extension_of
-from task_encoders.packs.stored_media import with_stored_media
+from task_encoders.packs.stored_media import pack_of
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
 from task_encoders.storage.remote_requests import RemoteError
@@ -100,8 +100,8 @@ def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Turn Energon's raw sample (member name -> bytes or decoded) into the fields of PackedSample.
     Raises FatalSampleError if media that a pack refers to cannot be read, or have changed."""
     sources = parts.get("__sources__")
-    pack = Pack.of(str(parts.get("__key__")), parts)
-    pack = with_stored_media(pack, sources[0].dataset_path if sources else "")
+    folder = sources[0].dataset_path if sources else ""
+    pack = pack_of(str(parts.get("__key__")), parts, folder)
     record = parse_json(pack.record, pack.key)
     try:
         return {"record": record, "media": dict(pack.media)}

@@ -33,7 +33,7 @@ from task_encoders.loading.folder_shards import (
 from task_encoders.packs.manifest import PackColumns, ShardLine, read_manifest, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.packs.stored_media import with_stored_media
+from task_encoders.packs.stored_media import pack_of
 from task_encoders.samples import SampleError
 from task_encoders.storage.paths import REMEDY, path_of, read_range
 from task_encoders.threads import in_threads
@@ -249,7 +249,7 @@ def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
             raise PackedFolderError(
                 f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
             )
-        pack = with_stored_media(Pack.of(key, members), shard.root)
+        pack = pack_of(key, members, shard.root)
         return pack._replace(media=dict(pack.media))
     except OSError as error:
         raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error
