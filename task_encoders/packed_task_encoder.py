@@ -47,7 +47,7 @@ from task_encoders.packs.pack import (
 )
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.rows.encoded_rows import EncodedRows
-from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
+from task_encoders.rows.pack_dealing import OnePass, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import cook, is_pack, unpacked_sub_sample
 from task_encoders.settings import (
@@ -203,9 +203,21 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def build_train_datasets(
         self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any
     ) -> SavableDataset[PackedBatch]:
-        """Check the datasets that Energon gives, and keep the end of those that do not repeat."""
+        """Check the datasets that Energon gives, and keep the end of those that do not repeat.
+        Raises PackingSettingsError as well for a weighted blend that Energon does not draw from."""
         self._check_datasets(datasets)
-        check_blend(datasets, repeat=repeat)
+        for one in datasets:
+            if one.weight is not None and one.weight <= 0:
+                raise PackingSettingsError(
+                    f"{one.dataset.path} has weight {one.weight:g} in a blend; a weight is above "
+                    "0: remove the entry"
+                )
+            if one.weight is not None and not repeat:
+                raise PackingSettingsError(
+                    "a blend by weights has no end, so it cannot be read with repeat=False (in "
+                    "launch: data.repeat=false); write a blend_epochized with repetitions, as "
+                    "offline-packing blend --epochs does"
+                )
         if self.settings.packed and kwargs.get("shuffle_buffer_size"):
             logger.warning(
                 "shuffle_buffer_size %d undoes the order packs were written in, which gives ranks "
