@@ -16,7 +16,6 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsIndex
@@ -139,8 +138,7 @@ class PackedFolder:
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the folder again where it is unpickled."""
         opened = {shard.root: _generation(shard) for shard in self.shards}
-        again = partial(_open_again, type(self), opened, split=self.split)
-        return again, (str(self.path), self.task_encoder)
+        return _open_again, (type(self), opened, str(self.path), self.task_encoder, self.split)
 
     def __iter__(self) -> Iterator[RawPack]:
         return map(self.__getitem__, range(len(self)))
@@ -218,14 +216,14 @@ def _generation(shard: ShardRange) -> str:
 
 
 def _open_again(
-    cls: type[PackedFolder], opened: Mapping[Path, str], *args: Any, split: str
+    cls: type[PackedFolder], opened: Mapping[Path, str], path: str, task_encoder: Any, split: str
 ) -> PackedFolder:
     """Open the same folder in another process. Raises PackedFolderError if it was written again
     since it was first opened: its packs have other numbers."""
     for root, generation in opened.items():
         if line := written_again(root, generation):
             raise PackedFolderError(line)
-    return cls(*args, split=split)
+    return cls(path, task_encoder, split=split)
 
 
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
