@@ -6,7 +6,7 @@ A written folder names one of the Packed*Sample classes in its dataset.yaml, and
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, Final
 
 import orjson
@@ -17,9 +17,9 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
-from task_encoders.packs.pack import Pack, PackFormatError, parse_json
+from task_encoders.packs.pack import PackFormatError, parse_json
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extension_of
-from task_encoders.packs.stored_media import with_stored_media
+from task_encoders.packs.stored_media import pack_of
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
 from task_encoders.storage.remote_requests import RemoteError
@@ -100,8 +100,8 @@ def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Turn Energon's raw sample (member name -> bytes or decoded) into the fields of PackedSample.
     Raises FatalSampleError if media that a pack refers to cannot be read, or have changed."""
     sources = parts.get("__sources__")
-    pack = Pack.of(str(parts.get("__key__")), parts)
-    pack = with_stored_media(pack, sources[0].dataset_path if sources else "")
+    folder = sources[0].dataset_path if sources else ""
+    pack = pack_of(str(parts.get("__key__")), parts, folder)
     record = parse_json(pack.record, pack.key)
     try:
         return {"record": record, "media": dict(pack.media)}
@@ -131,16 +131,8 @@ def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a batch: its dtype, and its shape, with letters for sizes that vary."""
-
-    dtype: torch.dtype
-    shape: tuple[str, ...]
-
-
 def _tensor(dtype: torch.dtype, *shape: str) -> Any:
-    return field(metadata={"spec": TensorSpec(dtype, shape)})
+    return field(metadata={"spec": (dtype, shape)})
 
 
 @edataclass
@@ -193,9 +185,8 @@ class PackedBatch(Batch):
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "PackedBatch":
         """Move the tensors of the batch to a device."""
-        tensors = {name: getattr(self, name) for name in BATCH_TENSORS}
-        moved = {n: t.to(device, non_blocking=non_blocking) for n, t in tensors.items()}
-        return replace(self, **moved)
+        own = [(name, getattr(self, name)) for name in BATCH_TENSORS]
+        return replace(self, **{n: one.to(device, non_blocking=non_blocking) for n, one in own})
 
     def _repr_html_(self) -> str:
         """Show the batch in a notebook: the tensors' types and shapes, and the samples in it."""
@@ -205,8 +196,9 @@ class PackedBatch(Batch):
         return html_table("PackedBatch", rows)
 
 
-#: The tensors of a batch, for code that copies, sends or checks one.
-BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
+#: The tensors of a batch, for code that copies, sends or checks one: dtype, and shape with letters
+#: for sizes that vary.
+BATCH_TENSORS: Final[Mapping[str, tuple[torch.dtype, tuple[str, ...]]]] = {
     f.name: f.metadata["spec"] for f in fields(PackedBatch) if "spec" in f.metadata
 }
 
@@ -260,9 +252,9 @@ def empty_batch(
     """
     sizes = {"S": num_tokens, "R": position_rows, "P+1": 2, "L": 1, "K": 1, "D": 1}
     tensors = {}
-    for name, spec in BATCH_TENSORS.items():
-        shape = [int(one) if one.isdigit() else sizes.get(one, 0) for one in spec.shape]
-        tensors[name] = torch.zeros(shape, dtype=spec.dtype)
+    for name, (dtype, letters) in BATCH_TENSORS.items():
+        shape = [int(one) if one.isdigit() else sizes.get(one, 0) for one in letters]
+        tensors[name] = torch.zeros(shape, dtype=dtype)
     tensors["labels"] += IGNORE_INDEX
     tensors["attn_mask"] |= True
     tensors["position_ids"] += torch.arange(num_tokens)

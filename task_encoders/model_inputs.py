@@ -59,21 +59,6 @@ def look_up(rows: torch.Tensor, table: torch.Tensor, repeats: int = 1) -> torch.
     return values[:, :, None].expand(-1, -1, repeats, -1).reshape(len(rows), -1)
 
 
-def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
-    """Return boundaries that count real tokens only, (P + 1,) int32.
-
-    A segment of nothing but padding (a row's tail) keeps its length: it harms no other segment, and
-    attention needs at least one key.
-
-        cu_lengths [0, 4, 8], attn_mask ...x ..xx -> [0, 3, 5]
-    """
-    boundaries = cu_lengths.flatten().long()
-    real = torch.cat([attn_mask.new_zeros(1), ~attn_mask.flatten()]).long().cumsum(0)
-    counts = real[boundaries[1:]] - real[boundaries[:-1]]
-    counts = torch.where(counts == 0, boundaries.diff(), counts)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-
-
 def refuse_trees(batch: "PackedBatch") -> None:
     """Raise ValueError for a row whose segments share prefixes, which ordinary attention would
     train without them."""
@@ -85,7 +70,9 @@ def refuse_trees(batch: "PackedBatch") -> None:
 def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: bool = False) -> Any:
     """Make megatron-core's `PackedSeqParams` in thd format.
 
-    `cu_seqlens_*` count real tokens. If padding was asked for, `cu_seqlens_*_padded` hold the
+    `cu_seqlens_*` count real tokens: cu_lengths [0, 4, 8], attn_mask ...x ..xx -> [0, 3, 5]. A
+    segment of nothing but padding (a row's tail) keeps its length: it harms no other segment, and
+    attention needs at least one key. If padding was asked for, `cu_seqlens_*_padded` hold the
     boundaries in the row, even if it happened to need none: under context parallelism models read
     them in any case. Otherwise they are None.
 
@@ -101,7 +88,11 @@ def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: b
     from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = batch.cu_lengths.flatten()
-    logical = logical_cu_seqlens(batch.cu_lengths, batch.attn_mask)
+    starts = padded.long()
+    real = torch.cat([batch.attn_mask.new_zeros(1), ~batch.attn_mask.flatten()]).long().cumsum(0)
+    counts = real[starts].diff()
+    counts = torch.where(counts == 0, starts.diff(), counts)
+    logical = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
     # A trainer's own batch of the same names may lack the flag.
     is_padded = getattr(batch, "is_padded", False) or not torch.equal(logical, padded)
     longest = int(padded.diff().max())

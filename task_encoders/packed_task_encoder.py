@@ -47,16 +47,17 @@ from task_encoders.packs.pack import (
 )
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.rows.encoded_rows import EncodedRows
-from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
+from task_encoders.rows.pack_dealing import OnePass, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import cook, is_pack, unpacked_sub_sample
 from task_encoders.settings import (
     FRACTIONS,
     NO_PACKS,
+    OWN_FIELDS,
     TREES,
     PackingSettings,
     PackingSettingsError,
-    check_manifest,
+    describe_change,
 )
 
 logger = logging.getLogger(__name__)
@@ -202,9 +203,21 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def build_train_datasets(
         self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any
     ) -> SavableDataset[PackedBatch]:
-        """Check the datasets that Energon gives, and keep the end of those that do not repeat."""
+        """Check the datasets that Energon gives, and keep the end of those that do not repeat.
+        Raises PackingSettingsError as well for a weighted blend that Energon does not draw from."""
         self._check_datasets(datasets)
-        check_blend(datasets, repeat=repeat)
+        for one in datasets:
+            if one.weight is not None and one.weight <= 0:
+                raise PackingSettingsError(
+                    f"{one.dataset.path} has weight {one.weight:g} in a blend; a weight is above "
+                    "0: remove the entry"
+                )
+            if one.weight is not None and not repeat:
+                raise PackingSettingsError(
+                    "a blend by weights has no end, so it cannot be read with repeat=False (in "
+                    "launch: data.repeat=false); write a blend_epochized with repetitions, as "
+                    "offline-packing blend --epochs does"
+                )
         if self.settings.packed and kwargs.get("shuffle_buffer_size"):
             logger.warning(
                 "shuffle_buffer_size %d undoes the order packs were written in, which gives ranks "
@@ -292,26 +305,51 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 self._opened.append((path, subflavors.get("generation", "")))
 
     def check_manifest(self, folder: EPath | Path) -> None:
-        """Compare the settings that a packed folder was made with to these; the first one gives its
-        control tokens to a model without. Folders written by others have no manifest.json, and
-        nothing to compare. Raises PackingSettingsError if settings differ, ManifestError if the
-        manifest cannot be read."""
+        """Compare the settings that a packed folder was made with to these; the first folder gives
+        its control tokens to a model without. One that others wrote, without a manifest.json, has
+        nothing to compare.
+
+        Raises:
+            PackingSettingsError: sub-samples would have different lengths, packs would not fit, or
+                they share prefixes, which the reader does not know.
+            ManifestError: the manifest cannot be read.
+        """
         manifest = read_manifest(folder)
-        if manifest is not None:
-            stored = manifest.fingerprint.get("model.control_tokens")
-            if stored and not self._folders and not self.model.control_tokens:
-                update = {"control_tokens": tuple(str(stored).split())}
-                self.model = self.model.model_copy(update=update)
-                self._rows = replace(self._rows, encoder=build_sample_encoder(self.model))
-            check_manifest(
-                folder,
-                manifest,
-                encoder=self.encoder,
-                seq_length=self.seq_length,
-                multiple=1 if self._fits_padded else self.pad_multiple,
-                trees=self.trees,
+        if manifest is None:
+            self._folders.append((folder, False))
+            return
+        stored = manifest.fingerprint.get("model.control_tokens")
+        if stored and not self._folders and not self.model.control_tokens:
+            update = {"control_tokens": tuple(str(stored).split())}
+            self.model = self.model.model_copy(update=update)
+            self._rows = replace(self._rows, encoder=build_sample_encoder(self.model))
+        if manifest.version == 2 and not self.trees:
+            raise PackingSettingsError(TREES.format(folder))
+        measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
+        # First what explains others: a family has its tokenizer, a tokenizer its chat template.
+        first = ("model.family", "model.tokenizer")
+        for field in sorted(measured, key=lambda name: [name != one for one in first]):
+            value, own = measured[field], self.encoder.fingerprint.get(field.removeprefix("model."))
+            if field.startswith("model.") and own != value:
+                models = manifest.config.get("model", {}), dict(self.encoder.options)
+                was, has = describe_change(field, (value, own), *models)
+                raise PackingSettingsError(
+                    f"{folder}: packs were measured with {was}, the task encoder has {has}; use "
+                    "the same, or measure and pack again"
+                )
+        if manifest.seq_length > self.seq_length:
+            raise PackingSettingsError(
+                f"{folder}: packs hold up to seq_length {manifest.seq_length} tokens > the task "
+                f"encoder's seq_length {self.seq_length}; raise it, or pack again"
             )
-        self._folders.append((folder, manifest is not None and bool(manifest.loss_weights)))
+        multiple = self.pad_multiple
+        if not self._fits_padded and not manifest.is_padded_to(multiple):
+            raise PackingSettingsError(
+                f"{folder}: the packs have no room for the padding of samples to multiples of "
+                f"{multiple}, which the task encoder does; pack again with "
+                f"pack.pad_multiple={multiple}"
+            )
+        self._folders.append((folder, bool(manifest.loss_weights)))
         self.check_trainer(self._trainer)
 
     def check_trainer(self, trainer: str) -> None:

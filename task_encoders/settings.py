@@ -1,4 +1,4 @@
-"""Settings of packs from the environment and a folder's manifest, checked before a pack is read.
+"""Settings of packs from the environment, and the errors of packs that a reader cannot train.
 
     OFFLINE_PACKED_DATA=1   the dataset holds packs
     OFFLINE_PACKING_VQA=1   ... of VQA samples
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
+from task_encoders.packs.manifest import ManifestError, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -143,44 +143,3 @@ def explain_hash(root: Any, options: Iterable[tuple[str, Any]], name: str) -> st
         manifest = read_manifest(root)
     was = manifest.config.get("model", {}) if manifest else {}
     return "{} was {}, is {}".format(name, *describe_change(name, (), was, dict(options)))
-
-
-def check_manifest(
-    folder: Any, manifest: Manifest, *, encoder: Any, seq_length: int, multiple: int, trees: bool
-) -> None:
-    """Compare the settings that a packed folder was made with to the reader's.
-
-    Args:
-        encoder: the sample encoder.
-        trees: whether rows go to an attention that knows prefix trees.
-
-    Raises:
-        PackingSettingsError: sub-samples would have different lengths, packs would not fit, or
-            they share prefixes, which the reader does not know.
-    """
-    if manifest.version == 2 and not trees:
-        raise PackingSettingsError(TREES.format(folder))
-    measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
-    # First what explains others: a family has its tokenizer, and a tokenizer its chat template.
-    first = ("model.family", "model.tokenizer")
-    for field in sorted(measured, key=lambda name: [name != one for one in first]):
-        value = measured[field]
-        name = field.removeprefix("model.")
-        own = encoder.fingerprint.get(name)
-        if field.startswith("model.") and own != value:
-            models = manifest.config.get("model", {}), dict(encoder.options)
-            was, has = describe_change(name, (value, own), *models)
-            raise PackingSettingsError(
-                f"{folder}: packs were measured with {was}, the task encoder has {has}; use the "
-                "same, or measure and pack again"
-            )
-    if manifest.seq_length > seq_length:
-        raise PackingSettingsError(
-            f"{folder}: packs hold up to seq_length {manifest.seq_length} tokens > the task "
-            f"encoder's seq_length {seq_length}; raise it, or pack again"
-        )
-    if not manifest.is_padded_to(multiple):
-        raise PackingSettingsError(
-            f"{folder}: the packs have no room for the padding of samples to multiples of "
-            f"{multiple}, which the task encoder does; pack again with pack.pad_multiple={multiple}"
-        )

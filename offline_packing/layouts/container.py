@@ -40,7 +40,7 @@ from offline_packing.storage.tars import (
 )
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
-from task_encoders.packs.stored_media import MEDIA_ROOTS, with_stored_media
+from task_encoders.packs.stored_media import MEDIA_ROOTS, pack_of
 
 _SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
 _FOLDER: Final = re.compile(r"[A-Za-z0-9_]+-\d{4,}")
@@ -115,7 +115,7 @@ def read_pack(folder: Path, shard: str, key: str) -> Pack:
 def _pack(folder: Path, entry: PackEntry, data: bytes) -> Pack:
     starts = [(part, part.offset - entry.offset) for part in entry.parts]
     members = {part.name: data[start : start + part.size] for part, start in starts}
-    return with_stored_media(Pack.of(entry.key, members), folder)
+    return pack_of(entry.key, members, folder)
 
 
 def remove_shards(folder: Path) -> None:

@@ -118,7 +118,12 @@ class Llava15Encoder(FamilyEncoder):
         text = f"{DEFAULT_SYSTEM if sample.system is None else sample.system} "
         for turn, weight in zip(place_media(sample), weights, strict=True):
             text += "USER: "
-            for part in self._question(sample, turn.prompt):
+            parts = split_at_media(sample, turn.prompt)
+            if self.options.template != "neva":
+                # Images go in front of their turn, each on its own line.
+                front = [IMAGE_PLACEHOLDER, "\n"] * turn.prompt.count(IMAGE_PLACEHOLDER)
+                parts = [*front, turn.prompt.replace(IMAGE_PLACEHOLDER, "").strip()]
+            for part in parts:
                 if part == IMAGE_PLACEHOLDER:
                     if text:
                         yield Text(text)
@@ -131,14 +136,6 @@ class Llava15Encoder(FamilyEncoder):
             yield Answer(header, answer, weight) if weight else Text(header + answer)
             yield Control(_END.token, weight)
             text = ""
-
-    def _question(self, sample: SourceSample, prompt: str) -> list[str]:
-        """Return the texts and placeholders of a prompt in order."""
-        if self.options.template == "neva":
-            return split_at_media(sample, prompt)
-        # Images go in front of their turn, each on its own line.
-        front = [IMAGE_PLACEHOLDER, "\n"] * prompt.count(IMAGE_PLACEHOLDER)
-        return [*front, prompt.replace(IMAGE_PLACEHOLDER, "").strip()]
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(self._grid)

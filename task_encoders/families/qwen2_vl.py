@@ -23,7 +23,7 @@ from task_encoders.families.base.family import (
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
 from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings, smart_resize
-from task_encoders.media.video import SampledVideo, frame_range, sampled_frames
+from task_encoders.media.video import SampledVideo, sampled_frames
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
@@ -147,7 +147,23 @@ class QwenVLEncoder(FamilyEncoder):
         return Medium(self.grid_of(smart_resize(height, width, self.vision, limits)))
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        first, last = frame_range(header, self.asked.video_start, self.asked.video_end)
+        # A clip has the frames between two times in seconds, as qwen_vl_utils 0.0.14 counts them
+        # (`calculate_video_frame_range`).
+        start, end, total = self.asked.video_start, self.asked.video_end, header.num_frames
+        if start is None and end is None:
+            return self._sample_clip(header, 0)
+        if header.fps is None:
+            raise SampleError("bad_video", f"a clip of {total} frames without a frame rate")
+        seconds = total / header.fps
+        begin, stop = (max(0.0, min(at or 0.0, seconds)) * header.fps for at in (start, end))
+        first = math.ceil(begin)
+        last = total - 1 if end is None else min(math.floor(stop), total - 1)
+        if first >= last:
+            raise SampleError(
+                "bad_record",
+                f"option video_start {start} and video_end {end} of a video of {seconds:g} "
+                f"seconds: no two frames from {first} to {last}",
+            )
         return self._sample_clip(replace(header, num_frames=last - first + 1), first)
 
     def _asked_frames(self, total: int) -> int | None:

@@ -16,7 +16,6 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsIndex
@@ -33,7 +32,7 @@ from task_encoders.loading.folder_shards import (
 from task_encoders.packs.manifest import PackColumns, ShardLine, read_manifest, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.packs.stored_media import with_stored_media
+from task_encoders.packs.stored_media import pack_of
 from task_encoders.samples import SampleError
 from task_encoders.storage.paths import REMEDY, path_of, read_range
 from task_encoders.threads import in_threads
@@ -139,8 +138,7 @@ class PackedFolder:
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the folder again where it is unpickled."""
         opened = {shard.root: _generation(shard) for shard in self.shards}
-        again = partial(_open_again, type(self), opened, split=self.split)
-        return again, (str(self.path), self.task_encoder)
+        return _open_again, (type(self), opened, str(self.path), self.task_encoder, self.split)
 
     def __iter__(self) -> Iterator[RawPack]:
         return map(self.__getitem__, range(len(self)))
@@ -218,14 +216,14 @@ def _generation(shard: ShardRange) -> str:
 
 
 def _open_again(
-    cls: type[PackedFolder], opened: Mapping[Path, str], *args: Any, split: str
+    cls: type[PackedFolder], opened: Mapping[Path, str], path: str, task_encoder: Any, split: str
 ) -> PackedFolder:
     """Open the same folder in another process. Raises PackedFolderError if it was written again
     since it was first opened: its packs have other numbers."""
     for root, generation in opened.items():
         if line := written_again(root, generation):
             raise PackedFolderError(line)
-    return cls(*args, split=split)
+    return cls(path, task_encoder, split=split)
 
 
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
@@ -249,7 +247,7 @@ def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
             raise PackedFolderError(
                 f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
             )
-        pack = with_stored_media(Pack.of(key, members), shard.root)
+        pack = pack_of(key, members, shard.root)
         return pack._replace(media=dict(pack.media))
     except OSError as error:
         raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error

@@ -1,6 +1,5 @@
 """Videos: which frames are taken, and how large they are."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,7 +7,6 @@ import numpy as np
 
 from task_encoders.media.image import VisionSettings, smart_resize
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SampleError
 
 
 class SampledVideo(NamedTuple):
@@ -28,31 +26,6 @@ def sampled_frames(num_frames: int, num_sampled: int) -> list[int]:
     neighbouring frame.
     """
     return [i * num_frames // num_sampled for i in range(num_sampled)]
-
-
-def frame_range(header: VideoHeader, start: float | None, end: float | None) -> tuple[int, int]:
-    """Return the first and the last frame between two times in seconds, as qwen_vl_utils 0.0.14
-    counts them (`calculate_video_frame_range`); None: from the beginning, to the end.
-
-    Raises:
-        SampleError: there are no two frames between them.
-    """
-    total = header.num_frames
-    if start is None and end is None:
-        return 0, total - 1
-    if header.fps is None:
-        raise SampleError("bad_video", f"a clip of {total} frames without a frame rate")
-    seconds = total / header.fps
-    begin, stop = (max(0.0, min(at or 0.0, seconds)) * header.fps for at in (start, end))
-    first = math.ceil(begin)
-    last = total - 1 if end is None else min(math.floor(stop), total - 1)
-    if first >= last:
-        raise SampleError(
-            "bad_record",
-            f"option video_start {start} and video_end {end} of a video of {seconds:g} seconds: "
-            f"no two frames from {first} to {last}",
-        )
-    return first, last
 
 
 def seconds_per_grid(header: VideoHeader, num_sampled: int, temporal_patch_size: int) -> float:

@@ -14,11 +14,8 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from task_encoders.packs.pack_format import (
-    JSON_PART,
-    MEDIA_EXTENSIONS,
     Tree,
     checksum,
-    extension_of,
     is_video_name,
 )
 from task_encoders.samples import (
@@ -58,12 +55,6 @@ class Pack(NamedTuple):
     record: Any
     #: by member name; media that the pack refers to are read when asked for (`stored_media`)
     media: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, key: str, members: Mapping[str, Any]) -> "Pack":
-        """Make the pack of these members; members other than its JSON and media are left out."""
-        media = {n: data for n, data in members.items() if extension_of(n) in MEDIA_EXTENSIONS}
-        return cls(key, members.get(JSON_PART), media)
 
 
 class SubSample(NamedTuple):

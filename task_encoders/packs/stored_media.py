@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from task_encoders.packs.pack import Pack, PackFormatError, parse_json
+from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extension_of
 from task_encoders.storage.paths import REMEDY, is_url, path_of, read_range
 
 MEDIA_ROOTS: Final = "media_roots.json"
@@ -115,18 +116,18 @@ class StoredMedia(Mapping[str, bytes]):
         return len(self._places)
 
 
-def with_stored_media(pack: Pack, folder: object) -> Pack:
-    """Parse a pack's JSON and, if it refers to media, give the pack these. JSON that cannot be
-    parsed stays as it is.
+def pack_of(key: str, members: Mapping[str, Any], folder: object) -> Pack:
+    """Make the pack of these members; members other than its JSON and media are left out. Media
+    that its JSON refers to are read when asked for. JSON that cannot be parsed stays as it is.
 
     Args:
         folder: of the output, or its URL.
     """
+    media = {n: data for n, data in members.items() if extension_of(n) in MEDIA_EXTENSIONS}
     try:
-        record = parse_json(pack.record, pack.key)
+        record = parse_json(members.get(JSON_PART), key)
     except PackFormatError:  # whoever looks into it says so
-        return pack
+        return Pack(key, members.get(JSON_PART), media)
     meta = record.get("meta")
     places = meta.get("media") if isinstance(meta, Mapping) else None
-    media = StoredMedia(places, folder) if isinstance(places, Mapping) else pack.media
-    return Pack(pack.key, record, media)
+    return Pack(key, record, StoredMedia(places, folder) if isinstance(places, Mapping) else media)

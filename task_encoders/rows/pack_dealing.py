@@ -6,7 +6,7 @@ another worker in every epoch. `OnePass` remembers the end of a pass over data t
 which Energon's own loader forgets: it would begin again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.settings import PackingSettingsError
 
 Numbers = npt.NDArray[np.int64]
 
@@ -51,22 +50,6 @@ def deal_evenly(
     own = (0, len(factory)) if subset is None else subset.compute_subset(len(factory))
     wrapper.datasets = (DealtPacks(reader, own, first_turn),)
     return dataset
-
-
-def check_blend(datasets: Sequence[LoadedDataset], *, repeat: bool) -> None:
-    """Raise PackingSettingsError for a weighted blend that Energon does not draw from."""
-    for one in datasets:
-        if one.weight is not None and one.weight <= 0:
-            raise PackingSettingsError(
-                f"{one.dataset.path} has weight {one.weight:g} in a blend; a weight is above 0: "
-                "remove the entry"
-            )
-        if one.weight is not None and not repeat:
-            raise PackingSettingsError(
-                "a blend by weights has no end, so it cannot be read with repeat=False (in launch: "
-                "data.repeat=false); write a blend_epochized with repetitions, as offline-packing "
-                "blend --epochs does"
-            )
 
 
 def deal(

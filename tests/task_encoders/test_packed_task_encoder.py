@@ -66,12 +66,12 @@ def test_a_batch_has_the_documented_shapes(folder: Path) -> None:
     num_tokens, num_patches = batch.cu_lengths[0, -1], batch.image_grid_thw.prod(1).sum()
     sizes = {"S": int(num_tokens), "P+1": num_segments + 1, "P|0": 0, "R": 3, "M": 0, "C": 0}
     sizes |= {"N": num_segments, "L": int(num_patches), "D": 1176, "K": 1}
-    for name, spec in BATCH_TENSORS.items():
+    for name, (dtype, letters) in BATCH_TENSORS.items():
         tensor = getattr(batch, name)
-        shape = [int(one) if one.isdigit() else sizes[one] for one in spec.shape]
+        shape = [int(one) if one.isdigit() else sizes[one] for one in letters]
         if name == "pixel_values_videos":  # [[0.]] without videos
             shape = [1, 1]
-        assert (tensor.dtype, list(tensor.shape)) == (spec.dtype, shape), name
+        assert (tensor.dtype, list(tensor.shape)) == (dtype, shape), name
     assert batch.__key__ == ["ps_00000000"]
     assert batch.max_lengths == batch.cu_lengths.diff().max()
     assert batch.sub_sample_keys == [f"ps_00000000/{i}" for i in range(num_segments)]
