@@ -90,8 +90,8 @@ def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
         return []
     paths = config.data.paths
     data = [packed_data.read_packed_data(path) for path in paths]
-    tasks = packed_data.largest_of(paths, data).tasks
-    for task in tasks:
+    tasks = {*packed_data.largest_of(paths, data).tasks}
+    for task in sorted(tasks):
         settings.resolve_task(task, blend=len(tasks) > 1)
     for path in paths:
         packed_data.check_room(path, config.parallel.context)

@@ -59,7 +59,7 @@ class RunRecord(BaseModel):
 class TrainingState(_Model):
     """Content of a checkpoint's state.json."""
 
-    version: Literal[7]
+    version: Literal[8]
     run: RunRecord
     #: see `launch.loop.plan.Progress`
     iteration: NonNegative

@@ -186,6 +186,7 @@ WRONG_TASK = {VQA: "1", BMR: "0"}
         ({}, [*TRAIN, "data.pth=out/packed"], 2, "data.pth"),
         ({}, [*TRAIN, "data.path=nowhere"], 1, "nowhere is neither a packed"),
         (WRONG_TASK, [*TRAIN, "data.path={folder}"], 1, f"{PACKED}=1 {BMR}=1"),
+        ({BMR: "0"}, [*TRAIN, "data.path=[{folder}, {folder}]"], 1, f"{PACKED}=1 {BMR}=1"),
         ({}, [], 2, GIVE),
         ({}, ["-m"], 2, GIVE),
         ({}, ["--nproc-per-node", "2", "-m", "launch.data"], 2, GIVE),

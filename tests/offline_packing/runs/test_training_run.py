@@ -44,7 +44,7 @@ def state(packed: Run, request: pytest.FixtureRequest) -> dict[str, Any]:
     stage = {"path": str(root), "micro_batch_size": 1, "datasets": datasets, "loader": loader}
     packs = [{"path": str(root), "content_hash": manifest.content_hash}]
     return {
-        "version": 7,
+        "version": 8,
         "run": {"train.seed": 0, "data.packs": packs, "packs_per_step": [2]},
         "iteration": 9,
         "begins": [0],
@@ -84,7 +84,7 @@ NESTED = functools.reduce(lambda inside, _: [inside], range(300), [])
 
 #: Changes of a state, and part of the error, which names the field.
 HOSTILE: list[tuple[str, Any, str]] = [
-    ("version", 99, "has version 99, and 7 is read here"),
+    ("version", 99, "has version 99, and 8 is read here"),
     ("version", None, "version"),
     ("run", [], "run"),
     ("run", {}, "data.packs"),
@@ -158,7 +158,7 @@ def test_an_honest_state_is_counted(packed: Run, state: dict[str, Any], tmp_path
     ("damaged", "why"),
     [
         (b"", "state.json is damaged"),
-        (b'{"version": 7}', "run"),
+        (b'{"version": 8}', "run"),
         (b"[" * 100_000, "state.json is damaged"),
         (b'{"a": ' + b"[" * 900 + b"]" * 900 + b', "xxh3_128_of_this": "0"}', "is damaged"),
         (None, "Is a directory"),
