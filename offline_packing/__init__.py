@@ -8,7 +8,7 @@ from task_encoders import import_on_first_use
 if TYPE_CHECKING:
     from offline_packing.planner.pack_plan import PackPlan
     from offline_packing.planner.plan_packs import plan_packs
-    from offline_packing.planner.windows import WindowOptions, WindowPlanner
+    from offline_packing.planner.windows import WindowOptions
     from offline_packing.upkeep.pack import Packed, pack
 
 # Arrow's own allocator keeps freed memory: for a compressed page of 300 MiB, another 300 MiB. It
@@ -19,7 +19,6 @@ __all__ = [
     "PackPlan",
     "Packed",
     "WindowOptions",
-    "WindowPlanner",
     "pack",
     "plan_packs",
 ]
@@ -28,7 +27,6 @@ _MODULES: Final = {
     "PackPlan": "planner.pack_plan",
     "Packed": "upkeep.pack",
     "WindowOptions": "planner.windows",
-    "WindowPlanner": "planner.windows",
     "pack": "upkeep.pack",
     "plan_packs": "planner.plan_packs",
 }

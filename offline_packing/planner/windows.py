@@ -8,12 +8,12 @@ samples of one pack may always stay: so no pack goes out before it could be fill
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from offline_packing.planner.samples import check_known, checked_sizes
+from offline_packing.planner.samples import check_known
 from offline_packing.planner.strategies import STRATEGIES, check_options, lacks_limits
 from offline_packing.planner.strategies.composition import (
     Composition,
@@ -116,100 +116,6 @@ class WindowOptions:
         check_options(self.strategy, self.strategy_options)
         if self.budgets and (lacks := lacks_limits(self.strategy)):
             raise ValueError(f"strategy {self.strategy!r} cannot keep budgets: {lacks}")
-
-
-class WindowPlanner:
-    """Packs a stream of lengths; the packs do not depend on how the stream was cut.
-
-    ::
-
-        planner = WindowPlanner(WindowOptions(seq_length=8192))
-        for num_tokens in parts:            # integer arrays (n,), any n
-            packs = planner.push(num_tokens)  # packs that became ready, possibly none
-        packs = planner.finish()            # the rest
-    """
-
-    def __init__(self, options: WindowOptions) -> None:
-        self.options = options
-        #: int64 (3 + num_budgets, num_waiting), in order of arrival: ids, windows of arrival,
-        #: lengths, amounts of each budget
-        self._pool = np.zeros((3 + len(options.budgets), 0), np.int64)
-        self._num_seen = 0
-        self._limits = np.array([options.seq_length, *options.budgets.values()])
-
-    @property
-    def num_waiting(self) -> int:
-        """Samples that are in no pack yet."""
-        return self._pool.shape[1]
-
-    def push(
-        self,
-        num_tokens: np.ndarray,
-        sample_ids: np.ndarray | None = None,
-        amounts: Mapping[str, np.ndarray] | None = None,
-    ) -> Packs:
-        """Take in samples, integers (n,) in 1..seq_length, and return the packs that are ready.
-
-        ``sample_ids``, integers (n,), name them in the packs; by default they are counted from 0
-        over the whole stream. ``amounts`` has integers (n,) for each budget. Raises ValueError,
-        and takes nothing in, for a sample that fits no pack.
-        """
-        options, given = self.options, {"tokens": num_tokens, **(amounts or {})}
-        names = ["tokens", *options.budgets]
-        if missing := [name for name in names if name not in given]:
-            raise ValueError(f"budget {missing[0]!r} needs amounts[{missing[0]!r}]")
-        arrival = self._num_seen + np.arange(len(num_tokens))
-        ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
-        if ids.shape != arrival.shape:
-            raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {arrival.shape}")
-        columns = [checked_sizes(name, given[name], len(arrival)) for name in names]
-        sizes = np.stack(columns, axis=1).astype(np.int64)
-        bad = sizes > self._limits
-        bad[:, 0] |= sizes[:, 0] < 1
-        if bad.any():
-            sample, limit = np.argwhere(bad)[0]
-            raise ValueError(
-                f"sample {self._num_seen + sample} has {sizes[sample, limit]} {names[limit]}, not "
-                f"in {int(limit == 0)}..{self._limits[limit]}; set such samples aside before "
-                "packing"
-            )
-        arrived = np.stack([ids, arrival // options.window, *sizes.T])
-        ends = np.flatnonzero((arrival + 1) % options.window == 0) + 1
-        ready = []
-        for part in np.split(arrived, ends, axis=1):
-            self._pool = np.concatenate([self._pool, part], axis=1)
-            self._num_seen += part.shape[1]
-            if part.shape[1] and self._num_seen % options.window == 0:
-                ready.append(self._run_window())
-        return join_packs(ready)
-
-    def finish(self) -> Packs:
-        """Pack all samples that still wait; the planner is empty afterwards."""
-        return self._run_window(last=True)
-
-    def state(self) -> dict[str, Any]:
-        """State: everything that later packs depend on, as plain values and arrays."""
-        return {
-            "options": asdict(self.options),
-            "num_seen": self._num_seen,
-            "pool": self._pool.copy(),
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "WindowPlanner":
-        """Return a planner that continues exactly where :meth:`state` was taken."""
-        planner = cls(WindowOptions(**state["options"]))
-        planner._num_seen = int(state["num_seen"])
-        planner._pool = np.array(state["pool"], np.int64)
-        return planner
-
-    def _run_window(self, *, last: bool = False) -> Packs:
-        """Give out the packs of the pool that are ready, all if it is the last."""
-        ids, arrival, *sizes = self._pool
-        amounts = np.stack(sizes, axis=1)
-        packs = ready_packs(self.options, arrival, amounts, self._num_seen, last=last)
-        self._pool = np.delete(self._pool, packs.sample_ids, axis=1)
-        return packs.of(ids)
 
 
 @Kernel

@@ -29,11 +29,12 @@ from offline_packing import PackPlan, plan_packs
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, part_name, table_writer
+from offline_packing.online.pools import PackingPool
 from offline_packing.plan.plan import plan
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import count_lengths, lower_bound
-from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from offline_packing.planner.windows import WindowOptions
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.receipts import Receipt
 from task_encoders.loading.schedule import InTurn
@@ -172,17 +173,19 @@ def _stream(distribution: str, samples: int, options: WindowOptions) -> dict[str
     """One row: a whole stream, with its pending samples at the end; CPU time of a warm run."""
     lengths = draw_lengths(distribution, samples)
     lengths = lengths[lengths <= options.seq_length]
-    warm = WindowPlanner(options)
-    warm.push(lengths[:WARM_UP_SAMPLES])
-    planner = WindowPlanner(options)
+    warm, pool = PackingPool[None](options), PackingPool[int](options)
+    for length in lengths[:WARM_UP_SAMPLES].tolist():
+        warm.add(None, length)
     packs, oldest, most_waiting = 0, 0, 0
     cpu_start = time.process_time()
-    for number, start in enumerate(range(0, len(lengths), options.window)):
-        ready = planner.push(lengths[start : start + options.window])
-        packs += ready.num_packs
-        oldest = max(oldest, number - int(ready.sample_ids.min(initial=start)) // options.window)
-        most_waiting = max(most_waiting, planner.num_waiting)
-    packs += planner.finish().num_packs
+    for number, length in enumerate(lengths.tolist()):
+        ready = pool.add(number, length)
+        packs += len(ready)
+        first = min(map(min, ready), default=number)
+        oldest = max(oldest, number // options.window - first // options.window)
+        if (number + 1) % options.window == 0:
+            most_waiting = max(most_waiting, len(pool.waiting))
+    packs += len(pool.finish())
     cpu_seconds = time.process_time() - cpu_start
     bound = lower_bound(count_lengths(lengths, options.seq_length))
     tokens = int(lengths.sum(dtype=np.int64))

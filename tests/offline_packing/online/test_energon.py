@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.energon.errors import FatalSampleError
 
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
-from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from offline_packing.online.pools import PackingPool
+from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import MultiMixQASample, PackedBatch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -25,7 +25,6 @@ from tests.helpers.prepared_folders import (
     folder_of,
     legacy_vqa_folder,
 )
-from tests.helpers.sizes import as_lists
 from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 512
@@ -64,9 +63,9 @@ def test_packs_are_the_planners_and_samples_are_encoded_as_alone(texts: Path) ->
     """With the first samples in one window, and all in the order of the files."""
     encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
     alone = energon_batches.batches_of(texts, encoder)
-    planner = WindowPlanner(WindowOptions(seq_length=SEQ_LENGTH, window=64, seed=3))
-    packs = planner.push(np.array([row.tokens.shape[1] for row in alone]))
-    expected = [*as_lists(packs), *as_lists(planner.finish())]
+    pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=64, seed=3))
+    ready = [pool.add(number, row.tokens.shape[1]) for number, row in enumerate(alone)]
+    expected = [*itertools.chain(*ready), *pool.finish()]
     assert sorted(itertools.chain(*expected)) == list(range(NUM_SAMPLES))
     in_order: dict[str, Any] = {
         "max_samples_per_sequence": None,

@@ -2,6 +2,8 @@
 a stream no more packs than ms-swift makes."""
 
 import itertools
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,22 +13,22 @@ from hypothesis import strategies as st
 from offline_packing import plan_packs
 from offline_packing.online.pools import MatchedWindows, PackingPool
 from offline_packing.planner.strategies import kernels
-from offline_packing.planner.strategies.strategy import join_packs
 from offline_packing.planner.strategies.subset_fill import subset_fill
-from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from offline_packing.planner.windows import WindowOptions
 from tests.helpers.sizes import as_lists, window_options
 from tools.benchmarks.length_distributions import DISTRIBUTIONS, draw_lengths
 
 
-def run(options: WindowOptions, lengths: np.ndarray, cuts: list[int]) -> list[list[int]]:
-    """Plan a stream in parts, each but the first by a planner that is restored."""
-    first, *others = np.split(lengths, cuts)
-    planner = WindowPlanner(options)
-    packs = [planner.push(first)]
-    for part in others:
-        planner = WindowPlanner.from_state(planner.state())
-        packs.append(planner.push(part))
-    return as_lists(join_packs([*packs, planner.finish()]))
+def run(options: Any, lengths: np.ndarray, cuts: Collection[int] = ()) -> list[list[int]]:
+    """Pack a stream, by another pool from each cut on."""
+    pool, packs = PackingPool[int](options), list[list[int]]()
+    for number, length in enumerate(lengths.tolist()):
+        if number in cuts:
+            state, waiting = pool.state(), pool.waiting
+            pool = PackingPool(options)
+            pool.restore(state, waiting)
+        packs += pool.add(number, length)
+    return packs + pool.finish()
 
 
 streams = st.lists(st.integers(1, 60), max_size=150)
@@ -36,49 +38,46 @@ option_sets = window_options(seed=st.integers(0, 3))
 @given(lengths=streams, options=option_sets)
 @settings(max_examples=100, deadline=None)
 def test_every_sample_once_within_capacity_age_and_carry(lengths, options):
-    planner = WindowPlanner(options)
+    pool = PackingPool[int](options)
     seen: list[int] = []
     for window, start in enumerate(range(0, len(lengths), options.window)):
-        part = np.array(lengths[start : start + options.window], np.int64)
-        packs = as_lists(planner.push(part))
+        part = lengths[start : start + options.window]
+        packs = [pack for i, own in enumerate(part, start) for pack in pool.add(i, own)]
         complete = len(part) == options.window
         assert complete or not packs
         for pack in packs:
             assert sum(lengths[sample] for sample in pack) <= options.seq_length
             seen += pack
         waiting = set(range(start + len(part))) - set(seen)
-        assert planner.num_waiting == len(waiting)
+        assert set(pool.waiting) == waiting
         if complete:
             in_one_pack = sum(lengths[sample] for sample in waiting) <= options.seq_length
             assert len(waiting) <= options.max_carried or in_one_pack
             oldest = min(waiting, default=start) // options.window
-            packs_worth = min(1.0, part.sum() / options.seq_length)
+            packs_worth = min(1.0, sum(part) / options.seq_length)
             assert not waiting or (window - oldest) * packs_worth < options.max_age
-    for pack in as_lists(planner.finish()):
+    for pack in pool.finish():
         assert sum(lengths[sample] for sample in pack) <= options.seq_length
         seen += pack
     assert sorted(seen) == list(range(len(lengths)))
-    assert planner.num_waiting == 0
+    assert not pool.waiting
 
 
 @given(lengths=streams, options=option_sets, cuts=st.lists(st.integers(0, 150), max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_the_packs_do_not_depend_on_how_the_stream_was_cut_and_saved(lengths, options, cuts):
+def test_the_packs_do_not_depend_on_where_the_stream_was_saved(lengths, options, cuts):
     stream = np.array(lengths, np.int32)
-    assert run(options, stream, sorted(cuts)) == run(options, stream, [])
+    assert run(options, stream, cuts) == run(options, stream)
 
 
 def num_packs(lengths: np.ndarray, seq_length: int, window: int) -> int:
-    planner = WindowPlanner(WindowOptions(seq_length, window=window))
-    return planner.push(lengths).num_packs + planner.finish().num_packs
+    return len(run(WindowOptions(seq_length, window=window), lengths))
 
 
 def num_packs_of_ms_swift(lengths: np.ndarray, seq_length: int, window: int) -> int:
     """As `make peers-online` compares them with ms-swift's own."""
     rule = MatchedWindows(seq_length, "to_constant_volume", window, seed=0, holds_last=True)
-    pool = PackingPool[int](rule)
-    ready = [pool.add(number, length) for number, length in enumerate(lengths.tolist())]
-    return sum(map(len, [*ready, pool.finish()]))
+    return len(run(rule, lengths))
 
 
 def test_windows_that_hold_less_than_a_pack_wait_for_a_full_one():
@@ -158,53 +157,34 @@ def test_the_oldest_pack_is_the_fullest_that_some_subset_makes():
 def test_the_same_packs_of_a_stream_in_python(name, monkeypatch):
     lengths = draw_lengths(name, 400)
     options = WindowOptions(8192, window=30, max_carried=50)
-    compiled = run(options, lengths, [])
+    compiled = run(options, lengths)
     monkeypatch.setattr(kernels, "_planned", 0)
     with kernels.kernels_for(0, 8192):
-        interpreted = run(options, lengths, [])
+        interpreted = run(options, lengths)
     assert interpreted == compiled
-
-
-def test_a_state_of_an_earlier_version_goes_on():
-    """With the samples that waited in it, each once."""
-    options = {"seq_length": 20, "window": 4, "max_age": 16, "max_carried": 1000, "full_at": 1.0}
-    options |= {"seed": 0, "strategy": "auto", "strategy_options": {}, "budgets": {}}
-    pool = np.array([[1, 4, 5], [0, 1, 1], [7, 12, 3]])
-    planner = WindowPlanner.from_state({"options": options, "num_seen": 6, "pool": pool})
-    assert as_lists(planner.push(np.array([8, 4]))) == [[4, 6]]
-    assert as_lists(planner.finish()) == [[1, 5, 7]]
 
 
 @pytest.mark.parametrize("name", ["captions", "sft", "narrow"])
 def test_windows_of_a_thousand_fill_99_95_percent(name):
     lengths = draw_lengths(name, 60_000)
-    planner, parts = WindowPlanner(WindowOptions(seq_length=8192)), []
-    for window, start in enumerate(range(0, len(lengths), 1000)):
-        parts.append(planner.push(lengths[start : start + 1000]))
-        assert (window - parts[-1].sample_ids // 1000).max() <= 16
-    packs = join_packs([*parts, planner.finish()])
-    assert lengths.sum(dtype=np.int64) / (packs.num_packs * 8192) >= 0.9995
-    assert sorted(packs.sample_ids.tolist()) == list(range(len(lengths)))
+    pool, packs = PackingPool[int](WindowOptions(seq_length=8192)), list[list[int]]()
+    for number, length in enumerate(lengths.tolist()):
+        ready = pool.add(number, length)
+        assert all(number // 1000 - min(pack) // 1000 <= 16 for pack in ready)
+        packs += ready
+    packs += pool.finish()
+    assert lengths.sum(dtype=np.int64) / (len(packs) * 8192) >= 0.9995
+    assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize("strategy", ["knapsack", "first_fit_decreasing", "auto"])
 def test_packs_come_out_in_random_order(strategy):
     lengths = draw_lengths("sft", 400)
     options = WindowOptions(seq_length=8192, strategy=strategy)
-    longest = [lengths[pack].max() for pack in run(options, lengths, [])]
+    longest = [lengths[pack].max() for pack in run(options, lengths)]
     assert len(longest) > 20
     falls = np.mean(np.diff(longest) < 0)
     assert 0.2 < falls < 0.8
-
-
-def test_bad_input_is_refused_by_name_and_leaves_the_planner_as_it_was():
-    planner = WindowPlanner(WindowOptions(seq_length=10, window=5))
-    planner.push(np.array([1, 2]))
-    with pytest.raises(ValueError, match="sample 3 has 11 tokens"):
-        planner.push(np.array([1, 11]))
-    with pytest.raises(ValueError, match=r"sample_ids has shape \(1,\)"):
-        planner.push(np.array([1, 2]), np.array([5]))
-    assert planner.num_waiting == 2
 
 
 def test_locality_reads_few_source_shards_in_order() -> None:
