@@ -101,8 +101,8 @@ def padding_free_collator(
         for name in dict.fromkeys(chain.from_iterable(rows))
     }
     for layout in {one.image_layout for one in flat if isinstance(one, EncodedSample)}:
-        imgs, grids, *videos = (fields.pop(name, torch.empty(0)) for name in _MEDIA)
-        fields |= media_kwargs(imgs, grids, videos[0], videos[1], layout)
+        imgs, grids, clips, clip_grids = (fields.pop(name, torch.empty(0)) for name in _MEDIA)
+        fields |= media_kwargs(imgs, grids, clips, clip_grids, layout)
     return fields | segment_kwargs(positions, boundaries(starts, total))
 
 

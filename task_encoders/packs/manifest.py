@@ -147,7 +147,7 @@ class Manifest(_Model):
 
     @property
     def order(self) -> Mapping[str, Any]:
-        """The options of `pack.order`; {}: none."""
+        """Return the options of `pack.order`; {} if there are none."""
         return self.config.get("pack", {}).get("order") or {}
 
     def is_padded_to(self, multiple: int) -> bool:

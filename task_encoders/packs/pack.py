@@ -13,11 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from task_encoders.packs.pack_format import (
-    Tree,
-    checksum,
-    is_video_name,
-)
+from task_encoders.packs.pack_format import Tree, checksum, is_video_name
 from task_encoders.samples import (
     TASKS,
     SampleError,

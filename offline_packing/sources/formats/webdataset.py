@@ -240,8 +240,9 @@ class WebDatasetSource(Source):
         if column != _SPAN:
             return self.parse_parts({column: data})
         # The span ends where its last member does, without an end marker.
-        found = group_members("", file := io.BytesIO(data))
-        sample = next((one for one in found if not one.refused), TarSample("", file))
+        file = io.BytesIO(data)
+        found = (one for one in group_members("", file) if not one.refused)
+        sample = next(found, TarSample("", file))
         return self.parse_parts({part: sample.read(part) for part in self._record_parts(sample)})
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:

@@ -145,10 +145,8 @@ def holds_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column can hold images: binary of any kind, {bytes, path}, or lists of
     these."""
     kind, types = _innermost(kind), pa.types
-    is_bytes = (
-        *(types.is_binary, types.is_large_binary, types.is_binary_view),
-        *(types.is_fixed_size_binary, holds_pictures),
-    )
+    is_bytes = [types.is_binary, types.is_large_binary, types.is_binary_view]
+    is_bytes += [types.is_fixed_size_binary, holds_pictures]
     return any(is_one(kind) for is_one in is_bytes)
 
 

@@ -189,6 +189,7 @@ def test_the_producer_is_no_further_ahead_than_the_queue_is_long() -> None:
 
 
 def test_a_reader_that_stops_midway_leaves_no_thread() -> None:
+    """`_no_thread_is_left` asserts it."""
     for item in Prefetched(SavableStream(range(10**9)), queue_size=2):
         if item == 20:
             break
