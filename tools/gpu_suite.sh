@@ -41,7 +41,7 @@ run() {
 }
 
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TQDM_DISABLE=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1
 if compgen -G "$WHEELS/*.whl" > /dev/null; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
