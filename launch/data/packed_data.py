@@ -17,7 +17,7 @@ from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
-from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
+from task_encoders.loading.folder_shards import PackedFolderError, load_datasets, no_packs
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.storage.paths import check_exists, is_url, path_of
 
@@ -146,29 +146,27 @@ def check_room(path: str | Path, context_parallel: int) -> None:
 
 
 def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchConfig:
-    """Check that there are packs to validate on, and warn if they are also trained on. Without
-    them, turn off validation that a file asks for, and no override does; otherwise raise
-    StageError."""
+    """Check that there are packs to validate on. Without them, turn off validation that a file asks
+    for, and no override does; otherwise raise StageError."""
     for path in config.data.paths if config.validation.every else ():
-        if validated := _shards_of(path, "val"):
-            if shared := validated & _shards_of(path, "train"):
-                where, shard = min(shared)
-                logger.warning(
-                    "%s: packs are in both the train and the val split, such as %s of %s; give the "
-                    "val split other packs",
-                    *(path, shard, where),
-                )
-        elif any(one.startswith("validation") for one in overrides):
-            raise StageError(
-                f"{path} has no packs in its val split; set validation.every=0, or pack with "
-                "output.split={train: 0.99, val: 0.01}"
-            )
-        else:
-            logger.warning(
-                "validation is off: %s has no packs in its val split (output.split)", path
-            )
-            return config.model_copy(update={"validation": ValidationConfig()})
+        if _shards_of(path, "val"):
+            continue
+        if any(one.startswith("validation") for one in overrides):
+            raise StageError(f"{no_packs(path, 'val')}; or set validation.every=0")
+        logger.warning("validation is off: %s", no_packs(path, "val"))
+        return config.model_copy(update={"validation": ValidationConfig()})
     return config
+
+
+def warn_of_trained(path: str) -> None:
+    """Warn if packs to validate on are also trained on."""
+    if shared := _shards_of(path, "val") & _shards_of(path, "train"):
+        where, shard = min(shared)
+        logger.warning(
+            "%s: packs are in both the train and the val split, such as %s of %s; give the val "
+            "split other packs",
+            *(path, shard, where),
+        )
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -187,7 +185,7 @@ def _read_manifest(folder: Path) -> Manifest:
             "with output.layout=energon"
         )
     if not manifest.total("packs"):
-        raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
+        raise StageError(str(no_packs(folder, "train")))
     return manifest
 
 
