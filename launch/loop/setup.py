@@ -17,7 +17,7 @@ from launch.config import LaunchConfig
 from launch.data.broadcast import EvenRows
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, absolute, check_room, largest_of
+from launch.data.packed_data import PackedData, absolute, check_room, largest_of, warn_of_trained
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_parallel
@@ -129,6 +129,7 @@ def build_stages(
         encoder.is_blend = len(tasks) > 1  # one environment cannot name them
         validation = None
         if config.validation.every:
+            warn_of_trained(path)
             limit = config.validation.limit
             validation = MicroBatches(stage.data, encoder, device, split="val", limit=limit)
         train = MicroBatches(stage.data, encoder, device, seed=seed)

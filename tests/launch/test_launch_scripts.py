@@ -144,6 +144,7 @@ def test_stage_1_trains_the_projector_on_two_processes(captions: Path, tmp_path:
     )
     assert ran.returncode == 0, ran.stdout
     assert "a step takes 2 packs" in ran.stdout
+    assert ran.stdout.count("training begins with random weights") == 1
     assert steps_done(tmp_path) == 2
     assert (tmp_path / "hf" / "config.json").is_file()
 
@@ -236,7 +237,9 @@ def test_packs_without_a_val_split(
     with pytest.raises(SystemExit) as end:
         main([*arguments, "validation.every=500"])
     assert end.value.code == 1
-    assert "has no packs in its val split; set validation.every=0" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has no packs in its val split; pack with a share of val in output.split, or " in said
+    assert "a metadataset; or set validation.every=0" in said
     started: list[str] = []
     monkeypatch.setattr(torchrun, "main", started.extend)
     assert main(arguments) == 0
