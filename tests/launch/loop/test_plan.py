@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from launch.data.packed_data import (
     warn_of_trained,
 )
 from launch.loop import setup
-from launch.loop.plan import DECAYS, StagePlan, TrainPlan, plan_training
+from launch.loop.plan import DECAYS, TrainPlan, plan_training
 from launch.loop.setup import check_ends, check_token_ids
 from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
@@ -86,6 +86,11 @@ def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, folder: Path, tmp_pat
     shares = {one.name: share for one, _, share in data.blended}
     assert shares == {captions.name: 0.75, folder.name: 0.25}
     assert blended(2).content_hash != data.content_hash
+    parts = [f"path: {captions}, repetitions: 3", f"path: {folder}, repetitions: 0.5"]
+    blend = blend_of(tmp_path / "epochs.yaml", parts)
+    assert read_packed_data(blend).num_packs == len(PackedFolder(blend)) > data.num_packs
+    with pytest.raises(StageError, match="has no packs in its train split"):
+        read_packed_data(blend_of(blend, [f"path: {captions}, repetitions: 0"]))
 
 
 def test_data_that_cannot_be_read_are_named(captions: Path, tmp_path: Path) -> None:
@@ -110,35 +115,40 @@ def test_data_that_cannot_be_read_are_named(captions: Path, tmp_path: Path) -> N
 
 DATA, SMALL = data_of(1_000, 10_000), data_of(100, 1_000)
 PACKS = "batch: {global_batch_packs: 10}, data: {path: a, micro_batch_size: 2}"
+THREES = "batch: {global_batch_packs: 3}, data: {path: a, micro_batch_size: 3}"
 
 
 @pytest.mark.parametrize(
     ("num_samples", "ranks", "sections", "expected"),
     [
         # 1,000 packs of 8 samples: 256 samples are 32 packs; 31 whole steps, and 8 packs
-        (8_000, 4, "", StagePlan(32, 32, 8)),
+        (8_000, 4, "", (32, 1_000, 32, 8)),
         # 25.6 packs
-        (10_000, 1, "", StagePlan(39, 26, 26)),
-        (10_000, 8, "", StagePlan(42, 24, 3)),
-        (10_000, 16, "", StagePlan(32, 32, 2)),
-        (10_000, 64, "", StagePlan(16, 64, 1)),
-        (8_000, 1, "train: {epochs: 2}", StagePlan(63, 32, 32)),
-        (8_000, 1, "train: {epochs: 0.5}", StagePlan(16, 32, 32)),
-        (8_000, 1, "train: {iterations: 7}", StagePlan(7, 32, 32)),
+        (10_000, 1, "", (39, 1_000, 26, 26)),
+        (10_000, 8, "", (42, 1_000, 24, 3)),
+        (10_000, 16, "", (32, 1_000, 32, 2)),
+        (10_000, 64, "", (16, 1_000, 64, 1)),
+        (8_000, 1, "train: {epochs: 2}", (63, 2_000, 32, 32)),
+        (8_000, 1, "train: {epochs: 0.5}", (16, 500, 32, 32)),
+        (8_000, 1, "train: {iterations: 7}", (7, 224, 32, 32)),
+        # The last row of each epoch has one pack.
+        (8_000, 1, f"train: {{epochs: 2}}, {THREES}", (668, 2_004, 3, 1)),
         (8_000, 4, PACKS, "not a multiple of 8 = 4"),
     ],
 )
 def test_the_batch_keeps_the_samples_of_the_recipe(
     num_samples: int, ranks: int, sections: str, expected: Any
 ) -> None:
-    """In packs that divide evenly among the ranks."""
+    """In packs that divide evenly among the ranks. Expected are the steps, the packs to train, the
+    packs of a step, and its micro batches."""
     data, given = data_of(1_000, num_samples), yaml.safe_load(f"{{{sections}}}")
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             plan_of(data, ranks, **given)
     else:
         plan = plan_of(data, ranks, **given)
-        assert (plan.stages, plan.iterations) == ((expected,), expected.iterations)
+        (stage,) = plan.stages
+        assert (plan.iterations, *astuple(stage)) == expected
 
 
 MIXED = replace(DATA, has_mixture=True)
