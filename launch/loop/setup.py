@@ -59,7 +59,6 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     with lock if is_first else nullcontext():
         ranks = config.parallel
         device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
-        check_alike(config, accept_mismatch)
         trainer = build_trainer(config, device, accept_mismatch)
         if config.checkpoint.resume:
             trainer.resume()
@@ -75,6 +74,7 @@ def build_trainer(
 ) -> Trainer:
     """Build the trainer of this rank. Needs `initialize_parallel`."""
     data = [read_data(stage.data) for stage in config.stages]
+    check_alike(config, data, accept_mismatch)
     largest = largest_of(config.data.paths, data)
     for stage, own in zip(config.stages, data, strict=True):
         check_trees(stage, own)
@@ -235,12 +235,16 @@ def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None
         )
 
 
-def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:
-    """Check that all ranks were started with the same settings. A collective. Raises StageError if
-    a variable or a field differs, for example if one node got another command."""
+def check_alike(
+    config: LaunchConfig, data: Sequence[PackedData], accept_mismatch: Collection[str] = ()
+) -> None:
+    """Check that all ranks were started with the same settings and data. A collective. Raises
+    StageError if a variable or a field differs, for example if one node got another command, or
+    its copy of the packs is older."""
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
     own["--accept-mismatch"] = ", ".join(sorted(accept_mismatch))
     own["stages of data.path"] = str(len(config.data.paths))
+    own["the content of data.path"] = ", ".join(one.content_hash for one in data)
     elsewhere = ("data.path", "output.path", "model.checkpoint")  # where other nodes mount them
     own |= {name: str(value) for name, value in config.settings.items() if name not in elsewhere}
     first, *others = on_all_ranks(own)
@@ -249,7 +253,7 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
             if theirs[name] != value:
                 raise StageError(
                     f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}; start all "
-                    "nodes with the same command and environment"
+                    "nodes with the same command, environment and data"
                 )
 
 

@@ -275,12 +275,20 @@ def test_validation_needs_data_of_its_own(
     assert len(PackedFolder(blend, split="val")) == read_packed_data(captions).num_packs
 
 
+CONTENT = "the content of data.path"
+
+
 def test_ranks_started_differently_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LaunchConfig.model_validate(MINIMAL)
-    for other, said in ({}, ""), ({"train.seed": "4"}, "train.seed is '0' on rank 0 and '4' on "):
+    others: list[tuple[dict[str, str], str]] = [
+        ({}, ""),
+        ({"train.seed": "4"}, "train.seed is '0' on rank 0 and '4' on rank 1; start"),
+        ({CONTENT: "1"}, f"{CONTENT} is '0' on rank 0 and '1' on rank 1; .* and data"),
+    ]
+    for other, said in others:
         monkeypatch.setattr(setup, "on_all_ranks", lambda own, other=other: [own, own | other])
         with pytest.raises(StageError, match=said) if said else nullcontext():
-            setup.check_alike(config)
+            setup.check_alike(config, [SMALL])
 
 
 def rates(decay: str, warmup: int = 4, upto: int = 20) -> list[float]:
