@@ -28,7 +28,14 @@ from launch.model.megatron.model import build_model
 from launch.model.packed_model import PackedModel
 from launch.model.segments import check_layers, check_positions
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
+from offline_packing.runs.training_run import STATE
+from offline_packing.storage.files import (
+    hash_file,
+    hold_lock,
+    read_json,
+    to_json,
+    write_atomically,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
 from task_encoders.model_inputs import required_pad_multiple
@@ -37,7 +44,7 @@ from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
 
-#: File in an exported folder with its number of steps.
+#: File in an exported folder with its number of steps, and the hash of its checkpoint.
 _TRAINED: Final = "trained.json"
 #: Adapters take about ten times the rate of whole matrices (thinkingmachines.ai/blog/lora).
 _LEAST_LORA_RATE: Final = 5e-5
@@ -64,7 +71,7 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
             trainer.resume()
         finished = trainer.run()
         if finished and config.checkpoint.export:
-            export(trainer.model, config.output.path, trainer.iteration)
+            export(trainer, config.output.path)
         shutdown_parallel()
         return 0 if finished else 128 + trainer.stopped_by
 
@@ -273,20 +280,22 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
     )
 
 
-def export(model: Any, output: Path, steps: int) -> None:
+def export(trainer: Trainer, output: Path) -> None:
     """Write the trained model to `hf/` in Hugging Face's format. A collective. The model of an
-    earlier, shorter run is kept as `hf_` and its number of steps."""
-    folder = output / "hf"
+    earlier checkpoint is kept as `hf_` and its number of steps."""
+    folder, trained = output / "hf", dict[str, Any]()
     earlier = read_json(folder / _TRAINED, "remove it") or {}
-    if earlier.get("steps") == steps:
+    checkpoint = trainer.checkpoints.newest()
+    if distributed.get_rank() == 0 and checkpoint is not None:
+        trained = {"steps": trainer.iteration, "checkpoint": hash_file(checkpoint / STATE)}
+    if on_all_ranks(earlier == trained)[0]:
         logger.info("%s holds the trained model already", folder)
         return
-    distributed.barrier()  # all have read
     if distributed.get_rank() == 0 and folder.exists():
         kept = output / f"hf_{earlier.get('steps', 'before')}"
         folder.rename(kept)
         logger.info("kept the model of an earlier run as %s", kept)
-    model.save_hf_checkpoint(folder)
+    trainer.model.save_hf_checkpoint(folder)
     if distributed.get_rank() == 0:
-        write_atomically(folder / _TRAINED, to_json({"steps": steps}))
+        write_atomically(folder / _TRAINED, to_json(trained))
     logger.info("wrote the trained model to %s", folder)

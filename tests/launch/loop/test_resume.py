@@ -293,3 +293,6 @@ def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
     assert files("hf")["model.safetensors"] != exported["model.safetensors"]
     assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1"]
     assert len(losses(output)) == 2
+    shutil.rmtree(output / "checkpoints")  # to train from the beginning
+    assert train(2).exit_code == 0
+    assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1", "hf_2"]
