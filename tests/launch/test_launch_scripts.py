@@ -52,6 +52,7 @@ NODES_WORDS = ["--nnodes 2 --node-rank 1 ", "--master-addr n0 ", "--shutdown-tim
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5"}, "110", ["pretrain_stage1_5.yaml", "/vqa a.b"]),
         ("pretrain_qwen2_vl.sh", {VQA: "1"}, "110", []),
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5", BMR: "1"}, "101", []),
+        ("sft_qwen2_vl.sh", {"CUDA_VISIBLE_DEVICES": "0,3"}, "101", ["--nproc-per-node 2 "]),
         ("sft_qwen2_vl.sh", OTHERS, "101", OTHERS_WORDS),
         ("sft_qwen2_vl.sh", NODES, "101", NODES_WORDS),
         ("pack.sh", {"CONFIG": "my.yaml"}, None, ["offline-packing run my.yaml a.b=c"]),
