@@ -221,7 +221,7 @@ class CheckpointFolder:
                 stages[len(begins) - 1].restore(data)
                 packs = (iteration - begins[-1]) * saved.run.packs_per_step[len(begins) - 1]
                 if trained:  # steps may have changed more than once
-                    *trained, present = trained
+                    present, trained = trained[-1], trained[:-1]
                     packs = present.micro_batch_size * present.loader.num_rows
             if then == self._deal:
                 SystemRng.restore_state(generators["system"])
