@@ -16,8 +16,9 @@ NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 MASTER_PORT=${MASTER_PORT:-29500}
-# Processes on this node: one per GPU, or one on a CPU.
-NPROC_PER_NODE=${NPROC_PER_NODE:-$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)}
+# Processes on this node: one per GPU that the caller may use, or one on a CPU.
+GPUS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --list-gpus 2>/dev/null || true)}
+NPROC_PER_NODE=${NPROC_PER_NODE:-$(tr , '\n' <<<"$GPUS" | grep -c . || true)}
 [ "$NPROC_PER_NODE" -gt 0 ] || NPROC_PER_NODE=1
 
 # What `make demo` installed comes first, if present.

@@ -26,6 +26,8 @@ from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_s
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 #: torch's text for a loader's process that died, which it raises at any place in the trainer.
 _DEAD_WORKER: Final = re.compile(r"DataLoader worker \(pid.*|a loader worker exited unexpectedly.*")
+#: Loggers of what all ranks find alike; outside of loaders, `rows` are of data measured first.
+_ALIKE: Final = ("launch", "offline_packing", "task_encoders.loading", "task_encoders.rows")
 
 #: Parameters of this command, and of `launch.train_transformers`.
 CONFIG: Final = click.argument("config", type=click.Path(dir_okay=False))
@@ -122,11 +124,16 @@ def reason(error: Exception) -> str:
 
 
 def start_logging() -> None:
-    """Show our messages from rank 0 and warnings from all ranks. Hide remarks of libraries on
-    missing packages, and on their names that a later version replaces."""
+    """Show our messages and warnings from rank 0, and from other ranks what only they can see:
+    samples left out of their rows, and requests that failed. Hide remarks of libraries on missing
+    packages, and on their names that a later version replaces."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("launch").setLevel(logging.INFO)
+    else:
+        for name in _ALIKE:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger("launch.data.micro_batches").setLevel(logging.WARNING)
     deprecated = "full scope|_tensor`|gradient_checkpointing(_enable)?`"
     warnings.filterwarnings(
         "ignore", message=f".*(Apex|Transformer Engine|pin_memory|({deprecated}) is deprecated)"

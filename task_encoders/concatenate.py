@@ -150,7 +150,8 @@ def concatenate(
 
     Args:
         parents: the trunk of each sample, which comes before it; -1: none.
-        multiple: every sub-sample, or tree, is padded to a multiple of this many tokens.
+        multiple: every sub-sample, or tree, is padded to a multiple of this many tokens; with
+            `cross_sample_attention` the row is: between samples, later ones would see the padding.
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all, unlike unpacked training.
         pixel_transport: "uint8" leaves the conversion of pixels to values to the device.
@@ -162,7 +163,8 @@ def concatenate(
     check_parents(parents or (), len(samples))
     if parents is not None and cross_sample_attention:
         raise ValueError("cross_sample_attention: branches would see each other")
-    lengths = _padded_lengths([len(sample.tokens) for sample in samples], parents, multiple)
+    padded = [-1] + [0] * (len(samples) - 1) if cross_sample_attention else parents
+    lengths = _padded_lengths([len(sample.tokens) for sample in samples], padded, multiple)
     starts, total = place_samples(lengths, pad_to_length)
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     loss_weights = np.zeros(total, dtype=np.float32)

@@ -231,7 +231,8 @@ def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
 def leave_group(worker_id: int, begin: Callable[[int], None] | None = None) -> None:
     """Leave the trainer's process group, then begin as the loader asks. Torchrun sends SIGTERM to
     the whole group, and a trainer that has to save must not find its loader dead. A worker always
-    ends with its trainer."""
+    ends with its trainer. Its warnings are of rows that no other rank reads."""
     os.setpgid(0, 0)
+    logging.getLogger("task_encoders.rows").setLevel(logging.WARNING)
     if begin is not None:
         begin(worker_id)

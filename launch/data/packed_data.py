@@ -17,7 +17,7 @@ from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
-from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
+from task_encoders.loading.folder_shards import PackedFolderError, load_datasets, no_packs
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.storage.paths import check_exists, is_url, path_of
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class PackedData:
     """A packed folder, or a blend of several, as its manifests describe it."""
 
-    #: packs in the train split; in a blend, in all its datasets
+    #: packs in the train split; in a blend, in all its datasets, as often as these are repeated
     num_packs: int
     #: samples per pack as drawn: in a blend, weighted by each dataset's share of the packs
     samples_per_pack: float
@@ -59,19 +59,24 @@ class PackedData:
 def read_packed_data(path: str | Path) -> PackedData:
     """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
     Raises StageError if a folder has no manifest, or datasets were measured differently."""
-    folders, weights = zip(*_folders(path), strict=True)
+    folders, weights, repetitions = zip(*_folders(path), strict=True)
     manifests = [_read_manifest(folder) for folder in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
     _require_one_model(path, folders, models)
     packs = [manifest.total("packs") for manifest in manifests]
     samples = [manifest.total("samples") for manifest in manifests]
-    shares = [weight / sum(weights) for weight in weights]
+    pairs = zip(packs, repetitions, strict=True)
+    epoch = [number * (1 if times is None else times) for number, times in pairs]
+    drawn = epoch if None in weights else weights
+    if not sum(drawn):
+        raise StageError(str(no_packs(path, "train")))
+    shares = [one / sum(drawn) for one in drawn]
     hashes = [manifest.content_hash for manifest in manifests]
     weighted, is_blend = [*zip(hashes, shares, strict=True)], len(folders) > 1
     order = manifests[0].config.get("pack", {}).get("order")
     shards = [shard for manifest in manifests for shard in manifest.shards]
     return PackedData(
-        num_packs=sum(packs),
+        num_packs=sum(map(round, epoch)),
         samples_per_pack=sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True)),
         seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
@@ -128,7 +133,7 @@ def check_room(path: str | Path, context_parallel: int) -> None:
     from task_encoders.model_inputs import required_pad_multiple  # imports torch
 
     multiple = required_pad_multiple(context_parallel=context_parallel)
-    for folder, _ in _folders(path):
+    for folder, *_ in _folders(path):
         manifest = _read_manifest(folder)
         if manifest.is_padded_to(multiple):
             continue
@@ -146,29 +151,27 @@ def check_room(path: str | Path, context_parallel: int) -> None:
 
 
 def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchConfig:
-    """Check that there are packs to validate on, and warn if they are also trained on. Without
-    them, turn off validation that a file asks for, and no override does; otherwise raise
-    StageError."""
+    """Check that there are packs to validate on. Without them, turn off validation that a file asks
+    for, and no override does; otherwise raise StageError."""
     for path in config.data.paths if config.validation.every else ():
-        if validated := _shards_of(path, "val"):
-            if shared := validated & _shards_of(path, "train"):
-                where, shard = min(shared)
-                logger.warning(
-                    "%s: packs are in both the train and the val split, such as %s of %s; give the "
-                    "val split other packs",
-                    *(path, shard, where),
-                )
-        elif any(one.startswith("validation") for one in overrides):
-            raise StageError(
-                f"{path} has no packs in its val split; set validation.every=0, or pack with "
-                "output.split={train: 0.99, val: 0.01}"
-            )
-        else:
-            logger.warning(
-                "validation is off: %s has no packs in its val split (output.split)", path
-            )
-            return config.model_copy(update={"validation": ValidationConfig()})
+        if _shards_of(path, "val"):
+            continue
+        if any(one.startswith("validation") for one in overrides):
+            raise StageError(f"{no_packs(path, 'val')}; or set validation.every=0")
+        logger.warning("validation is off: %s", no_packs(path, "val"))
+        return config.model_copy(update={"validation": ValidationConfig()})
     return config
+
+
+def warn_of_trained(path: str) -> None:
+    """Warn if packs to validate on are also trained on."""
+    if shared := _shards_of(path, "val") & _shards_of(path, "train"):
+        where, shard = min(shared)
+        logger.warning(
+            "%s: packs are in both the train and the val split, such as %s of %s; give the val "
+            "split other packs",
+            *(path, shard, where),
+        )
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -187,16 +190,16 @@ def _read_manifest(folder: Path) -> Manifest:
             "with output.layout=energon"
         )
     if not manifest.total("packs"):
-        raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
+        raise StageError(str(no_packs(folder, "train")))
     return manifest
 
 
-def _folders(path: str | Path) -> list[tuple[Path, float]]:
-    """Return (folder, weight per pack) of a folder, or of each folder of a metadataset, as Energon
-    resolves it. Raises StageError."""
+def _folders(path: str | Path) -> list[tuple[Path, float | None, float | None]]:
+    """Return (folder, weight per pack, repetitions per epoch) of a folder, or of each folder of a
+    metadataset, as Energon resolves it; at most one is given. Raises StageError."""
     check_exists(folder := path_of(path))
     if folder.is_dir():
-        return [(folder, 1.0)]
+        return [(folder, None, None)]
     if not folder.is_file():
         raise StageError(
             f"{path} is neither a packed folder nor a metadataset YAML; set data.path to one"
@@ -205,12 +208,7 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
         entries = load_datasets(folder, "train")
     except PackedFolderError as error:
         raise StageError(f"{error}; a path in it is a folder with .nv-meta") from error
-    folders = [path_of(entry.dataset.path) for entry in entries]
-    weights = [entry.weight for entry in entries]
-    if None in weights:  # blend_epochized: by repetitions
-        pairs = zip(folders, entries, strict=True)
-        weights = [_read_manifest(f).total("packs") * (one.repetitions or 1) for f, one in pairs]
-    return [(folder, float(weight)) for folder, weight in zip(folders, weights, strict=True)]
+    return [(path_of(one.dataset.path), one.weight, one.repetitions) for one in entries]
 
 
 def _shards_of(path: str | Path, split: str) -> set[tuple[str, str]]:

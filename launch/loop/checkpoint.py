@@ -198,12 +198,14 @@ class CheckpointFolder:
             own.append(str(error))
         return sorted({line for lines in on_all_ranks(own) for line in lines})
 
-    def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
+    def load(
+        self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]
+    ) -> tuple[Progress, int]:
         """Restore a checkpoint that `newest` found, and the present stage's place in its packs; if
         other packs begin, those of the first stage begin. Generators are restored if packs are
-        dealt as before. A collective. Raises DamagedError if its files are not those of such a
-        run."""
-        saved = read_state(path)
+        dealt as before. Returns how far the run came, and how many packs of the present stage it
+        trained. A collective. Raises DamagedError if its files are not those of such a run."""
+        saved, packs = read_state(path), 0
         then = saved.data_parallel, saved.context_parallel
         iteration, begins, trained = saved.iteration, saved.begins, saved.trained
         tensors, _ = self._named(optimizer)
@@ -217,7 +219,10 @@ class CheckpointFolder:
                 begins = (iteration,)
             else:
                 stages[len(begins) - 1].restore(data)
-                trained = trained[:-1]
+                packs = (iteration - begins[-1]) * saved.run.packs_per_step[len(begins) - 1]
+                if trained:  # steps may have changed more than once
+                    present, trained = trained[-1], trained[:-1]
+                    packs = present.micro_batch_size * present.loader.num_rows
             if then == self._deal:
                 SystemRng.restore_state(generators["system"])
                 if generators["cuda"] is not None and torch.cuda.is_available():
@@ -227,7 +232,7 @@ class CheckpointFolder:
                 "packs were dealt among %d × %d data × context parallel ranks, now among %d × %d"
             )
             logger.info(ranks, *then, *self._deal)
-        return Progress(iteration, begins, trained)
+        return Progress(iteration, begins, trained), packs
 
     def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:
         """Name the optimizer's tensors, so that tensor parallel ranks share no name, and number the

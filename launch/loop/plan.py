@@ -25,11 +25,16 @@ DECAYS: Final[dict[str, Callable[[float], float]]] = {
 class StagePlan:
     """The steps of a stage."""
 
-    iterations: int
+    #: packs to train, each as often as it is; the last step may take more
+    packs: int
     #: packs over all ranks
     packs_per_step: int
     #: micro batches per rank and step
     accumulation: int
+
+    def steps(self, trained: int = 0) -> int:
+        """Count the steps that are left when some packs were trained."""
+        return max(0, -(-(self.packs - trained) // self.packs_per_step))
 
 
 class Progress(NamedTuple):
@@ -53,17 +58,22 @@ class TrainPlan:
     bounds: tuple[int, ...]
 
     @classmethod
-    def of(cls, stages: Sequence[StagePlan], total: int | None, done: Progress) -> "TrainPlan":
-        """Plan a run that has come so far. `total`: its steps, if they are asked for. Raises
-        ValueError if they were done before its packs began."""
+    def of(
+        cls, stages: Sequence[StagePlan], total: int | None, done: Progress, trained: int = 0
+    ) -> "TrainPlan":
+        """Plan a run that has come so far. `total`: its steps, if they are asked for. `trained`:
+        packs of the present stage. Raises ValueError if the steps were done before its packs
+        began."""
         bounds = list(done.begins)
         if total and total <= bounds[0]:
             raise ValueError(
                 f"train.iterations={total} counts all steps, and {bounds[0]} are done; raise it to "
                 "train other packs"
             )
-        for stage in stages[len(bounds) - 1 :]:
-            bounds.append(max(total or bounds[-1] + stage.iterations, done.iteration))
+        present, *later = stages[len(bounds) - 1 :]
+        bounds.append(max(total or 0, done.iteration + (0 if total else present.steps(trained))))
+        for stage in later:
+            bounds.append(bounds[-1] + stage.steps())
         return cls(tuple(stages), tuple(bounds))
 
     @property
@@ -132,8 +142,10 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
     wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
     accumulation = max(1, round(wanted / multiple))
     packs = accumulation * multiple
-    in_epochs = round(config.train.epochs * data.num_packs)
-    iterations = config.train.iterations or max(1, -(-in_epochs // packs))
+    rows = max(1, round(config.train.epochs * -(-data.num_packs // size)))
+    asked = config.train.iterations
+    plan = StagePlan(asked * packs if asked else rows * size, packs, accumulation)
+    iterations = plan.steps()
     logger.info(
         "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps, %.2f "
         "times all packs",
@@ -149,7 +161,6 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
         logger.info(
             "%.2f%% of them from %s: %.2f times its %d packs", 100 * share, folder, drawn / own, own
         )
-    plan = StagePlan(iterations, packs, accumulation)
     for remark in _remarks(config, data, plan, data_parallel):
         logger.warning(remark)
     return plan
@@ -160,7 +171,7 @@ def _remarks(
 ) -> Iterator[str]:
     """Say where a stage differs from the recipe, if there are too few packs or ranks, and if packs
     are ordered for another number of ranks."""
-    packs, iterations = plan.packs_per_step, plan.iterations
+    packs, iterations = plan.packs_per_step, plan.steps()
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:
         yield (

@@ -17,7 +17,7 @@ from launch.config import LaunchConfig
 from launch.data.broadcast import EvenRows
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, absolute, check_room, largest_of
+from launch.data.packed_data import PackedData, absolute, check_room, largest_of, warn_of_trained
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_parallel
@@ -28,7 +28,14 @@ from launch.model.megatron.model import build_model
 from launch.model.packed_model import PackedModel
 from launch.model.segments import check_layers, check_positions
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
+from offline_packing.runs.training_run import STATE
+from offline_packing.storage.files import (
+    hash_file,
+    hold_lock,
+    read_json,
+    to_json,
+    write_atomically,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
 from task_encoders.model_inputs import required_pad_multiple
@@ -37,7 +44,7 @@ from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
 
-#: File in an exported folder with its number of steps.
+#: File in an exported folder with its number of steps, and the hash of its checkpoint.
 _TRAINED: Final = "trained.json"
 #: Adapters take about ten times the rate of whole matrices (thinkingmachines.ai/blog/lora).
 _LEAST_LORA_RATE: Final = 5e-5
@@ -59,13 +66,12 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     with lock if is_first else nullcontext():
         ranks = config.parallel
         device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
-        check_alike(config, accept_mismatch)
         trainer = build_trainer(config, device, accept_mismatch)
         if config.checkpoint.resume:
             trainer.resume()
         finished = trainer.run()
         if finished and config.checkpoint.export:
-            export(trainer.model, config.output.path, trainer.iteration)
+            export(trainer, config.output.path)
         shutdown_parallel()
         return 0 if finished else 128 + trainer.stopped_by
 
@@ -75,6 +81,7 @@ def build_trainer(
 ) -> Trainer:
     """Build the trainer of this rank. Needs `initialize_parallel`."""
     data = [read_data(stage.data) for stage in config.stages]
+    check_alike(config, data, accept_mismatch)
     largest = largest_of(config.data.paths, data)
     for stage, own in zip(config.stages, data, strict=True):
         check_trees(stage, own)
@@ -129,6 +136,7 @@ def build_stages(
         encoder.is_blend = len(tasks) > 1  # one environment cannot name them
         validation = None
         if config.validation.every:
+            warn_of_trained(path)
             limit = config.validation.limit
             validation = MicroBatches(stage.data, encoder, device, split="val", limit=limit)
         train = MicroBatches(stage.data, encoder, device, seed=seed)
@@ -234,12 +242,16 @@ def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None
         )
 
 
-def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:
-    """Check that all ranks were started with the same settings. A collective. Raises StageError if
-    a variable or a field differs, for example if one node got another command."""
+def check_alike(
+    config: LaunchConfig, data: Sequence[PackedData], accept_mismatch: Collection[str] = ()
+) -> None:
+    """Check that all ranks were started with the same settings and data. A collective. Raises
+    StageError if a variable or a field differs, for example if one node got another command, or
+    its copy of the packs is older."""
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
     own["--accept-mismatch"] = ", ".join(sorted(accept_mismatch))
     own["stages of data.path"] = str(len(config.data.paths))
+    own["the content of data.path"] = ", ".join(one.content_hash for one in data)
     elsewhere = ("data.path", "output.path", "model.checkpoint")  # where other nodes mount them
     own |= {name: str(value) for name, value in config.settings.items() if name not in elsewhere}
     first, *others = on_all_ranks(own)
@@ -248,7 +260,7 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
             if theirs[name] != value:
                 raise StageError(
                     f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}; start all "
-                    "nodes with the same command and environment"
+                    "nodes with the same command, environment and data"
                 )
 
 
@@ -268,20 +280,22 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
     )
 
 
-def export(model: Any, output: Path, steps: int) -> None:
+def export(trainer: Trainer, output: Path) -> None:
     """Write the trained model to `hf/` in Hugging Face's format. A collective. The model of an
-    earlier, shorter run is kept as `hf_` and its number of steps."""
-    folder = output / "hf"
+    earlier checkpoint is kept as `hf_` and its number of steps."""
+    folder, trained = output / "hf", dict[str, Any]()
     earlier = read_json(folder / _TRAINED, "remove it") or {}
-    if earlier.get("steps") == steps:
+    checkpoint = trainer.checkpoints.newest()
+    if distributed.get_rank() == 0 and checkpoint is not None:
+        trained = {"steps": trainer.iteration, "checkpoint": hash_file(checkpoint / STATE)}
+    if on_all_ranks(earlier == trained)[0]:
         logger.info("%s holds the trained model already", folder)
         return
-    distributed.barrier()  # all have read
     if distributed.get_rank() == 0 and folder.exists():
         kept = output / f"hf_{earlier.get('steps', 'before')}"
         folder.rename(kept)
         logger.info("kept the model of an earlier run as %s", kept)
-    model.save_hf_checkpoint(folder)
+    trainer.model.save_hf_checkpoint(folder)
     if distributed.get_rank() == 0:
-        write_atomically(folder / _TRAINED, to_json({"steps": steps}))
+        write_atomically(folder / _TRAINED, to_json(trained))
     logger.info("wrote the trained model to %s", folder)

@@ -122,8 +122,8 @@ class Trainer:
         path = self.checkpoints.newest()
         if path is None:
             return
-        done = self.checkpoints.load(path, self.optimizer, [s.train for s in self.stages])
-        self.plan = TrainPlan.of(self.plan.stages, self.config.train.iterations, done)
+        done, packs = self.checkpoints.load(path, self.optimizer, [s.train for s in self.stages])
+        self.plan = TrainPlan.of(self.plan.stages, self.config.train.iterations, done, packs)
         self.iteration, begins, self._trained = done
         self._stage = len(begins) - 1
         logger.info("resumed from %s", path)

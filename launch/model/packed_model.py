@@ -126,6 +126,15 @@ class _HeadOfChunk(torch.autograd.Function):
         return total, None, None
 
 
+def recompute_layers(model: Any) -> None:
+    """Let the layers of one of transformers' models keep their input only. Unlike transformers,
+    leave embeddings without gradients where all before them is frozen: a frozen tower would run
+    backward, and under context parallelism a rank without frames would not."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()
+
+
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write in, renamed to `folder` when the block ends without an error."""

@@ -19,7 +19,12 @@ from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_class
 from launch.model.packed_attention import is_importable, select_backend
-from launch.model.packed_model import replace_folder, token_losses, write_companions
+from launch.model.packed_model import (
+    recompute_layers,
+    replace_folder,
+    token_losses,
+    write_companions,
+)
 from launch.model.prefix_trees import layout_of
 from launch.model.segments import (
     check_attention,
@@ -182,7 +187,7 @@ def build_transformers_model(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(part_of(name) not in config.freeze)
         if config.recompute == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model)
         if config.lora is None:
             return model
         torch.manual_seed(seed)

@@ -19,7 +19,6 @@ from task_encoders.families import (
     family_of_processor,
     model_options,
 )
-from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -62,12 +61,7 @@ def open_as_measured(
         measured["trees"] = trees and data.has_trees
     task_encoder = PackedTaskEncoder(pixel_transport=pixel_transport, **measured)
     task_encoder.check_trainer(trainer)
-    packs = PackedFolder(path, task_encoder, split=split)
-    if not len(packs):
-        raise PackedFolderError(
-            f"{path} has no packs in its {split} split; pack with output.split={{{split}: 0.01, …}}"
-        )
-    return packs, task_encoder
+    return PackedFolder(path, task_encoder, split=split), task_encoder
 
 
 class PacksAsItems(Dataset[Any]):

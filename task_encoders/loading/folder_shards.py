@@ -74,8 +74,10 @@ def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers
 
 def no_packs(path: str | Path, split: str) -> PackedFolderError:
     """Return the error of a split that is missing or empty."""
-    remedy = f"pack with output.split={{train: 0.99, {split}: 0.01}}"
-    return PackedFolderError(f"{path} has no packs in its {split} split; {remedy}")
+    return PackedFolderError(
+        f"{path} has no packs in its {split} split; pack with a share of {split} in output.split, "
+        f"or a larger one, and name {split} in the splits of a metadataset"
+    )
 
 
 def read_index(shard: ShardRange) -> Numbers:

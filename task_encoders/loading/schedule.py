@@ -59,14 +59,23 @@ class LoaderState(BaseModel):
             raise ValueError(f"epoch is {self.epoch}, and past has {len(self.past)} epochs")
         return self
 
+    @property
+    def epochs(self) -> tuple[tuple[Stretch, ...], ...]:
+        """Stretches of each epoch, this one among them."""
+        return (*self.past, (*self.earlier, Stretch(self.num_ranks, self.step)))
+
+    @property
+    def num_rows(self) -> int:
+        """Count the rows that all ranks were given."""
+        return sum(ranks * steps for stretches in self.epochs for ranks, steps in stretches)
+
     def at_step(self, step: int) -> Self:
         """Return the state at another step of the epoch."""
         return self.model_copy(update={"step": step})
 
     def after_epoch(self, begun: tuple[Stretch, ...]) -> Self:
         """Return the state after the epoch, of whose next one `begun` was trained."""
-        past = (*self.past, (*self.earlier, Stretch(self.num_ranks, self.step)))
-        update = {"epoch": self.epoch + 1, "step": 0, "earlier": begun, "past": past}
+        update = {"epoch": self.epoch + 1, "step": 0, "earlier": begun, "past": self.epochs}
         return self.model_copy(update=update)
 
 
@@ -194,11 +203,10 @@ def trained_items(
     was trained, some at a time. `schedule_of_ranks` gives the schedule of a number of ranks. Raises
     ValueError if it schedules other items than the state's, or fewer steps, or there are too many
     to go through."""
-    epochs = [*state.past, (*state.earlier, Stretch(state.num_ranks, state.step))]
-    ranks = sum(one.num_ranks for stretches in epochs for one in stretches)
+    ranks = sum(one.num_ranks for stretches in state.epochs for one in stretches)
     if state.epoch > 1 << 17 or ranks > 1 << 22:  # each takes its time
         raise ValueError(f"{state.epoch:,} epochs of {ranks:,} ranks in all are too many to count")
-    for number, stretches in enumerate(epochs):
+    for number, stretches in enumerate(state.epochs):
         for place, (num_ranks, steps) in enumerate(stretches):
             if steps:
                 schedule = schedule_of_ranks(num_ranks)

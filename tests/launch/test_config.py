@@ -184,6 +184,24 @@ def test_names_that_libraries_will_replace_are_not_told() -> None:
     assert [str(each.message) for each in shown] == ["`an_option` is deprecated"]
 
 
+OWN = ["launch.data.micro_batches", "task_encoders.storage.remote_requests", "torch.distributed"]
+COMMON = ["launch.loop.plan", "launch.data.packed_data", "task_encoders.loading.folder_shards"]
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", COMMON + OWN), ("1", OWN)])
+def test_a_warning_is_told_once_by_a_rank_that_sees_it(
+    rank: str, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    code = (
+        "import logging, sys; from launch.train import start_logging; start_logging()\n"
+        "for name in sys.argv[1:]: logging.getLogger(name).warning(name)"
+    )
+    arguments = [sys.executable, "-c", code, *COMMON, *OWN]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == shown
+
+
 ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 

@@ -52,6 +52,7 @@ NODES_WORDS = ["--nnodes 2 --node-rank 1 ", "--master-addr n0 ", "--shutdown-tim
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5"}, "110", ["pretrain_stage1_5.yaml", "/vqa a.b"]),
         ("pretrain_qwen2_vl.sh", {VQA: "1"}, "110", []),
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5", BMR: "1"}, "101", []),
+        ("sft_qwen2_vl.sh", {"CUDA_VISIBLE_DEVICES": "0,3"}, "101", ["--nproc-per-node 2 "]),
         ("sft_qwen2_vl.sh", OTHERS, "101", OTHERS_WORDS),
         ("sft_qwen2_vl.sh", NODES, "101", NODES_WORDS),
         ("pack.sh", {"CONFIG": "my.yaml"}, None, ["offline-packing run my.yaml a.b=c"]),
@@ -144,6 +145,7 @@ def test_stage_1_trains_the_projector_on_two_processes(captions: Path, tmp_path:
     )
     assert ran.returncode == 0, ran.stdout
     assert "a step takes 2 packs" in ran.stdout
+    assert ran.stdout.count("training begins with random weights") == 1
     assert steps_done(tmp_path) == 2
     assert (tmp_path / "hf" / "config.json").is_file()
 
@@ -236,7 +238,9 @@ def test_packs_without_a_val_split(
     with pytest.raises(SystemExit) as end:
         main([*arguments, "validation.every=500"])
     assert end.value.code == 1
-    assert "has no packs in its val split; set validation.every=0" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has no packs in its val split; pack with a share of val in output.split, or " in said
+    assert "a metadataset; or set validation.every=0" in said
     started: list[str] = []
     monkeypatch.setattr(torchrun, "main", started.extend)
     assert main(arguments) == 0

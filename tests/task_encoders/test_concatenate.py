@@ -61,9 +61,10 @@ def as_batch(packed: PackedRow) -> PackedBatch:
         ((4, 2), {"pad_to_length": 8}, [0, 4, 6, 8], [0, 1, 2, 3, 0, 1, 0, 1]),
         ((3, 2, 2), {"pad_to_length": 10}, [0, 3, 5, 7, 10], [0, 1, 2, 0, 1, 0, 1, 0, 1, 2]),
         ((4, 1), {"pad_to_length": 8}, [0, 4, 5, 8], [0, 1, 2, 3, 0, 0, 1, 2]),
-        # Each sub-sample is padded; all are one segment.
+        # Each sub-sample is padded, or the row, where all are one segment.
         ((3, 4, 5), {"multiple": 4}, [0, 4, 8, 16], [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]),
         ((3, 2), {**JOINED, "pad_to_length": 6}, [0, 5, 6], [0, 1, 2, 3, 4, 0]),
+        ((3, 2), {**JOINED, "multiple": 4}, [0, 8], [*range(8)]),
     ],
 )
 def test_boundaries_and_positions(
@@ -78,6 +79,8 @@ def test_boundaries_and_positions(
     assert packed.tokens[real].tolist() == expected
     assert (packed.tokens[~real] == PAD).all()
     assert (packed.labels[~real] == IGNORE_INDEX).all()
+    if "cross_sample_attention" in options:
+        assert real.diff().sum() <= 1  # no sample sees padding
     firsts = np.flatnonzero(packed.labels[real] == IGNORE_INDEX)
     assert firsts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
 

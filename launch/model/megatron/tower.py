@@ -20,6 +20,7 @@ from torch import distributed
 from launch.model.config import ModelConfig
 from launch.model.megatron.context_parallel import RowPart, hand_over
 from launch.model.packed_attention import register_attention
+from launch.model.packed_model import recompute_layers
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.model_inputs import IMAGE_LAYOUTS
 
@@ -51,7 +52,7 @@ def build_visual(
         if not takes_patches:
             projector = type(outline.multi_modal_projector)(hf_config)
     if config.recompute == "full":
-        tower.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(tower)
     if takes_patches:
         # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
         tower.config._attn_implementation = register_attention()

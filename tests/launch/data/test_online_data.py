@@ -15,7 +15,6 @@ from launch.data.online_data import read_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
 from offline_packing.errors import StageError
-from offline_packing.storage.files import read_json, seal, to_json
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings
 from tests.helpers.packed_runs import losses, make_config, trained
@@ -26,6 +25,7 @@ from tests.helpers.prepared_folders import (
     folder_of,
     write_folder,
 )
+from tests.helpers.rank_processes import RankError, run_ranks
 
 
 def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
@@ -89,25 +89,29 @@ def test_the_steps_of_an_epoch_are_estimated(crude: Path, tmp_path: Path) -> Non
     assert plan.iterations == -(-data.num_packs // plan.stages[0].packs_per_step)
 
 
-def test_a_run_trains_and_resumes(crude: Path, tmp_path: Path) -> None:
-    def train(output: str, iterations: int) -> list[str]:
-        config = make_config(
-            crude,
-            tmp_path / output,
-            data={"online": ONLINE},
-            batch={"global_batch_packs": 1},
-            train={"iterations": iterations},
-            schedule={"decay": "constant", "warmup": 0},
-        )
-        return trained(config, "train.iterations").keys
+def train(crude: Path, output: Path, iterations: int, context: int = 1) -> list[str]:
+    config = make_config(
+        crude,
+        output,
+        data={"online": ONLINE},
+        batch={"global_batch_packs": 2 // context},
+        train={"iterations": iterations},
+        schedule={"decay": "constant", "warmup": 0},
+        parallel={"context": context},
+    )
+    return trained(config, "train.iterations", "batch.global_batch_packs").keys
 
-    whole = train("once", 4)
-    assert train("twice", 2) + train("twice", 4) == whole
-    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
-    for state in (tmp_path / "twice" / "checkpoints").glob("*/state.json"):
-        state.write_bytes(to_json(seal({**read_json(state), "data_parallel": 2})))
-    with pytest.raises(StageError, match="of 2 × 1 data × context parallel ranks, but 1 × 1"):
-        train("twice", 4)
+
+def test_a_run_trains_and_resumes(crude: Path, tmp_path: Path) -> None:
+    """Not on other ranks, in whose loaders other samples would wait."""
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    whole = train(crude, once, 4)
+    assert train(crude, twice, 2) + train(crude, twice, 4) == whole
+    assert losses(twice) == losses(once)
+    for context, ranks in ((1, "2 × 1"), (2, "1 × 2")):
+        said = f"of 1 × 1 data × context parallel ranks, but {ranks} are running; resume with the"
+        with pytest.raises(RankError, match=said):
+            run_ranks(2, tmp_path / ranks, train, crude, twice, 4, context)
 
 
 def test_data_that_cannot_be_packed_are_refused(crude: Path, tmp_path: Path) -> None:

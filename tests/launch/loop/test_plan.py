@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,15 @@ from transformers import Qwen2VLConfig
 
 from launch.config import DataConfig, LaunchConfig, ScheduleConfig
 from launch.data.micro_batches import build_task_encoder
-from launch.data.packed_data import PackedData, largest_of, read_packed_data, settle_validation
+from launch.data.packed_data import (
+    PackedData,
+    largest_of,
+    read_packed_data,
+    settle_validation,
+    warn_of_trained,
+)
 from launch.loop import setup
-from launch.loop.plan import DECAYS, StagePlan, TrainPlan, plan_training
+from launch.loop.plan import DECAYS, TrainPlan, plan_training
 from launch.loop.setup import check_ends, check_token_ids
 from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
@@ -80,6 +86,11 @@ def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, folder: Path, tmp_pat
     shares = {one.name: share for one, _, share in data.blended}
     assert shares == {captions.name: 0.75, folder.name: 0.25}
     assert blended(2).content_hash != data.content_hash
+    parts = [f"path: {captions}, repetitions: 3", f"path: {folder}, repetitions: 0.5"]
+    blend = blend_of(tmp_path / "epochs.yaml", parts)
+    assert read_packed_data(blend).num_packs == len(PackedFolder(blend)) > data.num_packs
+    with pytest.raises(StageError, match="has no packs in its train split"):
+        read_packed_data(blend_of(blend, [f"path: {captions}, repetitions: 0"]))
 
 
 def test_data_that_cannot_be_read_are_named(captions: Path, tmp_path: Path) -> None:
@@ -104,35 +115,40 @@ def test_data_that_cannot_be_read_are_named(captions: Path, tmp_path: Path) -> N
 
 DATA, SMALL = data_of(1_000, 10_000), data_of(100, 1_000)
 PACKS = "batch: {global_batch_packs: 10}, data: {path: a, micro_batch_size: 2}"
+THREES = "batch: {global_batch_packs: 3}, data: {path: a, micro_batch_size: 3}"
 
 
 @pytest.mark.parametrize(
     ("num_samples", "ranks", "sections", "expected"),
     [
         # 1,000 packs of 8 samples: 256 samples are 32 packs; 31 whole steps, and 8 packs
-        (8_000, 4, "", StagePlan(32, 32, 8)),
+        (8_000, 4, "", (32, 1_000, 32, 8)),
         # 25.6 packs
-        (10_000, 1, "", StagePlan(39, 26, 26)),
-        (10_000, 8, "", StagePlan(42, 24, 3)),
-        (10_000, 16, "", StagePlan(32, 32, 2)),
-        (10_000, 64, "", StagePlan(16, 64, 1)),
-        (8_000, 1, "train: {epochs: 2}", StagePlan(63, 32, 32)),
-        (8_000, 1, "train: {epochs: 0.5}", StagePlan(16, 32, 32)),
-        (8_000, 1, "train: {iterations: 7}", StagePlan(7, 32, 32)),
+        (10_000, 1, "", (39, 1_000, 26, 26)),
+        (10_000, 8, "", (42, 1_000, 24, 3)),
+        (10_000, 16, "", (32, 1_000, 32, 2)),
+        (10_000, 64, "", (16, 1_000, 64, 1)),
+        (8_000, 1, "train: {epochs: 2}", (63, 2_000, 32, 32)),
+        (8_000, 1, "train: {epochs: 0.5}", (16, 500, 32, 32)),
+        (8_000, 1, "train: {iterations: 7}", (7, 224, 32, 32)),
+        # The last row of each epoch has one pack.
+        (8_000, 1, f"train: {{epochs: 2}}, {THREES}", (668, 2_004, 3, 1)),
         (8_000, 4, PACKS, "not a multiple of 8 = 4"),
     ],
 )
 def test_the_batch_keeps_the_samples_of_the_recipe(
     num_samples: int, ranks: int, sections: str, expected: Any
 ) -> None:
-    """In packs that divide evenly among the ranks."""
+    """In packs that divide evenly among the ranks. Expected are the steps, the packs to train, the
+    packs of a step, and its micro batches."""
     data, given = data_of(1_000, num_samples), yaml.safe_load(f"{{{sections}}}")
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             plan_of(data, ranks, **given)
     else:
         plan = plan_of(data, ranks, **given)
-        assert (plan.stages, plan.iterations) == ((expected,), expected.iterations)
+        (stage,) = plan.stages
+        assert (plan.iterations, *astuple(stage)) == expected
 
 
 MIXED = replace(DATA, has_mixture=True)
@@ -240,15 +256,16 @@ def test_validation_needs_data_of_its_own(
 ) -> None:
     """And a dataset that is blended twice is a warning."""
 
-    def check(path: Path) -> None:
+    def check(path: Any) -> None:
         asked = {"data": {"path": str(path)}, "validation": {"every": 1}}
         config = LaunchConfig.model_validate({**MINIMAL, **asked})
         assert settle_validation(config, ["validation.every=1"]) is config
+        warn_of_trained(path)
 
     check(captions)
     blend = blend_of(tmp_path / "blend.yaml", [captions, f"path: {captions}, weight: 3"])
     content = blend.read_text()
-    with pytest.raises(StageError, match=r"no packs in its val split; set validation\.every=0"):
+    with pytest.raises(StageError, match=r"no packs in its val split; .* set validation\.every=0"):
         check(blend)
     for part in ("", ", split_part: train"):
         assert not caplog.records
@@ -258,12 +275,20 @@ def test_validation_needs_data_of_its_own(
     assert len(PackedFolder(blend, split="val")) == read_packed_data(captions).num_packs
 
 
+CONTENT = "the content of data.path"
+
+
 def test_ranks_started_differently_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LaunchConfig.model_validate(MINIMAL)
-    for other, said in ({}, ""), ({"train.seed": "4"}, "train.seed is '0' on rank 0 and '4' on "):
+    others: list[tuple[dict[str, str], str]] = [
+        ({}, ""),
+        ({"train.seed": "4"}, "train.seed is '0' on rank 0 and '4' on rank 1; start"),
+        ({CONTENT: "1"}, f"{CONTENT} is '0' on rank 0 and '1' on rank 1; .* and data"),
+    ]
+    for other, said in others:
         monkeypatch.setattr(setup, "on_all_ranks", lambda own, other=other: [own, own | other])
         with pytest.raises(StageError, match=said) if said else nullcontext():
-            setup.check_alike(config)
+            setup.check_alike(config, [SMALL])
 
 
 def rates(decay: str, warmup: int = 4, upto: int = 20) -> list[float]:

@@ -20,6 +20,7 @@ from launch.train import cli
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.runs.training_run import VERSION
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import Trained, losses, make_config, make_trainer, trained
 from tests.helpers.transformers_runs import Case
 
@@ -235,6 +236,18 @@ def test_other_settings_are_refused_unless_they_are_named(folder: Path, whole: T
     assert decays == {0.0, 0.3}
 
 
+def test_an_epoch_has_each_pack_once_in_steps_of_any_size(folder: Path, tmp_path: Path) -> None:
+    """Which change twice."""
+    keys: list[str] = []
+    for packs, kill in (1, 4), (3, 3), (2, None):
+        sections = {"batch": {"global_batch_packs": packs}, "checkpoint": {"every": 1}}
+        config = config_of(folder, tmp_path, train={"iterations": None}, **sections)
+        keys += trained(config, *["batch.global_batch_packs"] * bool(keys), fail_at=kill).keys
+    written = [pack.key for pack in PackedFolder(folder)]
+    assert keys[: len(written)] == written
+    assert len(keys) <= len(written) + 1  # which completes the last step
+
+
 def test_only_fields_that_may_differ_can_be_accepted(
     folder: Path, whole: Trained, tmp_path: Path
 ) -> None:
@@ -280,3 +293,6 @@ def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
     assert files("hf")["model.safetensors"] != exported["model.safetensors"]
     assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1"]
     assert len(losses(output)) == 2
+    shutil.rmtree(output / "checkpoints")  # to train from the beginning
+    assert train(2).exit_code == 0
+    assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1", "hf_2"]

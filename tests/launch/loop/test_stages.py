@@ -113,15 +113,15 @@ def done(
 def test_each_stage_trains_and_validates_on_its_own_packs(stages: list[str], done: Trained) -> None:
     """In the order written; the packs of a stage's last step are completed from its first."""
     plan, output = done.trainer.plan, done.output
-    assert len({(stage.packs_per_step, stage.iterations) for stage in plan.stages}) == 3
-    assert plan.iterations == sum(stage.iterations for stage in plan.stages) > 6
+    assert len({(stage.packs_per_step, stage.steps()) for stage in plan.stages}) == 3
+    assert plan.iterations == sum(stage.steps() for stage in plan.stages) > 6
     lines, keys = iter(step_lines(output)), list[str]()
     for stage, path in zip(plan.stages, stages, strict=True):
         packs = [pack.key for pack in PackedFolder(path)]
-        assert stage.iterations == -(-len(packs) // stage.packs_per_step)
+        assert stage.steps() == -(-len(packs) // stage.packs_per_step)
         own = itertools.cycle(packs)
-        keys += itertools.islice(own, stage.iterations * stage.packs_per_step)
-        for line in itertools.islice(lines, stage.iterations):
+        keys += itertools.islice(own, stage.steps() * stage.packs_per_step)
+        for line in itertools.islice(lines, stage.steps()):
             room = stage.packs_per_step * read_packed_data(path).seq_length
             assert line["fill"] == line["tokens"] / room
     assert list(lines) == []
@@ -230,11 +230,12 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
 def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
     stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass over half of a dataset, without repeating: fewer steps than its packs would take. The
-    learning rate falls over all steps that are planned. One environment cannot name the tasks of
+    """A subset of a dataset, without repeating: fewer steps than its packs would take. The learning
+    rate falls over all steps that are planned. One environment cannot name the tasks of
     all stages: that they are packs is enough."""
     monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    half = blend_of(tmp_path / "half.yaml", [f"path: {stages[0]}, repetitions: 0.5"])
+    part = f"path: {stages[0]}, weight: 1, subset: {{range: ['0%', '50%']}}"
+    half = blend_of(tmp_path / "half.yaml", [part])
     captions = tmp_path / "captions"
     packed_run(captioning_pairs(tmp_path / "source", 12), captions, pack={"seq_length": 256})
     paths = [str(half), str(captions), stages[2]]

@@ -66,8 +66,12 @@ def test_apex_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(rms) == 4 * len(model.decoder.layers) + 1  # of queries and keys, too
 
 
+TOWER = {"vision", "projector"}
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_recompute_keeps_less_and_changes_no_bit(family: str) -> None:
+    """And runs no backward pass through what is frozen."""
     batch = batch_of("mixed")
     found, kept_bytes = {}, {}
     for recompute in ("none", "full"):
@@ -93,6 +97,10 @@ def test_recompute_keeps_less_and_changes_no_bit(family: str) -> None:
     for name, gradient in expected.items():
         assert torch.equal(found["full"][1][name], gradient), name
     assert kept_bytes["full"] < 0.5 * kept_bytes["none"]
+    frozen, features = build(family=family, recompute="full", vision=vision, freeze=TOWER), []
+    frozen.visual.register_forward_hook(lambda *given: features.append(given[2].pooler_output))
+    token_losses(frozen, batch, labels).sum().backward()
+    assert [one.requires_grad for one in features] == [False]
 
 
 def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def test_no_val_split_is_said(name: str, tmp_path: Path, encoder: PackedTaskEnco
         blend_yaml(path, [packed, packed], version=1 if name == "v1.yaml" else 2)
     if name == "train.yaml":
         path.write_text(path.read_text().partition("  val:")[0])
-    said = re.escape(f"{path} has no packs in its val split; pack with output.split=")
+    said = re.escape(f"{path} has no packs in its val split; pack with a share of val in")
     with pytest.raises(PackedFolderError, match=said):
         get_packed_val_dataset(path, encoder)
     with pytest.raises(PackedFolderError, match=f"{said}|no split 'val', only train"):
