@@ -91,11 +91,7 @@ def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None
         gradients = [torch.randn(32, 64) for _ in range(5)]
         model.to(device)
         optimizer = ShardedAdamW(
-            model,
-            OptimizerConfig(weight_decay=0.1),
-            [],
-            torch.float32,
-            device=device,
+            model, OptimizerConfig(weight_decay=0.1), [], torch.float32, device=device
         )
         for gradient in gradients:
             (model.weight * gradient.to(device)).sum().backward()
