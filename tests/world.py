@@ -22,13 +22,7 @@ from offline_packing.storage.files import hash_bytes, to_json, wait_for_lock, wr
 from offline_packing.verify.verdict import file_stamp
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers import formats
-from tests.helpers.datasets import (
-    PAIRS,
-    captioning_pairs,
-    image_bytes,
-    make_run,
-    pack_all,
-)
+from tests.helpers.datasets import PAIRS, captioning_pairs, image_bytes, make_run, pack_all
 from tests.helpers.long_conversations import SIZES, mixed_records
 from tests.helpers.outputs import files_of
 from tests.helpers.shared_media import shared_media

@@ -88,10 +88,7 @@ def test_ranks_and_fusions_train_as_one_gpu(
 
 @pytest.mark.parametrize(
     ("attention", "package"),
-    [
-        ("flash_attn_3", "flash_attn_interface"),
-        ("flash_attn", "flash_attn"),
-    ],
+    [("flash_attn_3", "flash_attn_interface"), ("flash_attn", "flash_attn")],
 )
 def test_installed_kernels_train_as_those_of_torch(
     attention: str, package: str, folder: Path, alone: list[float], tmp_path: Path

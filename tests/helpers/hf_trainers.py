@@ -85,8 +85,7 @@ def recorded_run(
     trainer = make(output, model, packs, checkpoint, **options)
     seen: list[int] = []
     trainer.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
-        with_kwargs=True,
+        lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)), with_kwargs=True
     )
     trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -43,15 +43,9 @@ for _name in ("transformer_engine", "transformer_engine.pytorch"):
     sys.modules[_name] = _Stub(_name)
 stand_in_fla.install()
 
-from megatron.core.extensions import (  # noqa: E402
-    transformer_engine,
-    transformer_engine_spec_provider,
-)
+from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider  # noqa: E402
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
-from megatron.core.tensor_parallel.layers import (  # noqa: E402
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 from launch.model.megatron.context_parallel import cut_row  # noqa: E402

@@ -119,10 +119,7 @@ class KilledError(BaseException):
 
 
 def make_trainer(
-    config: LaunchConfig,
-    *,
-    fail_at: int | None = None,
-    accept: Collection[str] = (),
+    config: LaunchConfig, *, fail_at: int | None = None, accept: Collection[str] = ()
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
     """A trainer as `launch.loop.setup` makes it, whose packs are recorded: of all stages with those
     of the first."""

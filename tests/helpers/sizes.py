@@ -53,7 +53,7 @@ def window_options(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[WindowOp
         seq_length=st.integers(60, 200),
         window=st.integers(1, 40),
         max_age=st.integers(0, 4),
-        max_carried=st.integers(0, 50),
+        max_carried=st.integers(0, 10),
         full_at=st.sampled_from([0.9, 1.0]),
         **more,
     )

@@ -14,11 +14,7 @@ from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.text.qwen_templates import (
-    QWEN2_VL_TEMPLATE,
-    QWEN3_5_TEMPLATE,
-    QWEN3_VL_TEMPLATE,
-)
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE, QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from tests.helpers.encoder_contract import needs_transformers
 from tests.helpers.texts_and_images import random_image

@@ -227,11 +227,7 @@ def save_tekken(folder: Path) -> None:
             {"rank": i, "token_str": token, "is_control": True}
             for i, token in enumerate(TEKKEN_SPECIAL)
         ],
-        "image": {
-            "image_patch_size": 14,
-            "max_image_size": 1540,
-            "spatial_merge_size": 2,
-        },
+        "image": {"image_patch_size": 14, "max_image_size": 1540, "spatial_merge_size": 2},
     }
     (folder / "tekken.json").write_text(json.dumps(spec))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}

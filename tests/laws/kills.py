@@ -61,10 +61,7 @@ class Mortal(LocalEngine):
         self.moments: list[Moment] = []
 
     def run(
-        self,
-        function: Callable[[Any], Any],
-        tasks: Iterable[Any],
-        listener: Advance | None = None,
+        self, function: Callable[[Any], Any], tasks: Iterable[Any], listener: Advance | None = None
     ) -> Iterator[Any]:
         for task in tasks:
             count = 0

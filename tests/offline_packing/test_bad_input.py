@@ -11,14 +11,7 @@ import pytest
 from PIL import features
 
 from offline_packing.sources.roots import roots
-from tests.helpers.datasets import (
-    dialogue,
-    image_bytes,
-    make_run,
-    outcomes,
-    png,
-    write_json,
-)
+from tests.helpers.datasets import dialogue, image_bytes, make_run, outcomes, png, write_json
 
 JPEG = image_bytes()
 ASK = dialogue("<image>\nWhat is this?", "A square.")
@@ -123,15 +116,9 @@ BAD: dict[str, dict[str, Any]] = {
         "count_too_many_images": (record(images=["a.jpg", "b.jpg"]), {"/a.jpg": JPEG}),
         "count_tag_without_image": record(images=[]),
     },
-    "ambiguous_image": {
-        "image_ambiguous": (record(), {".jpg": JPEG, ".png": JPEG}),
-    },
-    "bad_image": {
-        "image_zero_bytes": (record(), {".jpg": b""}),
-    },
-    "truncated_image": {
-        "image_truncated_jpeg": (record(), {".jpg": JPEG[:-40]}),
-    },
+    "ambiguous_image": {"image_ambiguous": (record(), {".jpg": JPEG, ".png": JPEG})},
+    "bad_image": {"image_zero_bytes": (record(), {".jpg": b""})},
+    "truncated_image": {"image_truncated_jpeg": (record(), {".jpg": JPEG[:-40]})},
     "image_too_large": {
         "image_bomb": (record(), {".png": png(60_000, 60_000, b"", 2)}),
         "image_large": (record(), {".png": png(3_000, 3_000, b"", 2)}),
@@ -146,7 +133,7 @@ BAD: dict[str, dict[str, Any]] = {
         "json_values": b'{"a": [' + b"{}," * 1_100_000 + b"1]}",
     },
     "unexpected_error": {
-        "calls_nested": record([ASK[0], call("f", json.loads(nested(300)))], images=[]),
+        "calls_nested": record([ASK[0], call("f", json.loads(nested(300)))], images=[])
     },
     "aspect_ratio": {
         "image_narrow": (record(), {".jpg": image_bytes(8, 1700)}),

@@ -9,12 +9,7 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from task_encoders.families import FAMILIES
-from tests.helpers.datasets import (
-    captioning_pairs,
-    config_file,
-    make_config,
-    write_json,
-)
+from tests.helpers.datasets import captioning_pairs, config_file, make_config, write_json
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.videos import make_video
 

@@ -218,8 +218,7 @@ def test_metadata_that_are_nested_deeply(base: Path, tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    "first",
-    [pytest.param(i, marks=[pytest.mark.exhaustive] * (i > 0)) for i in range(0, 300, 25)],
+    "first", [pytest.param(i, marks=[pytest.mark.exhaustive] * (i > 0)) for i in range(0, 300, 25)]
 )
 def test_mutated(first: int, base: Path, tmp_path: Path) -> None:
     for seed in range(first, first + 25):
@@ -267,11 +266,9 @@ PLACES: dict[str, dict[str, Callable[[Content, str], object]]] = {
         "length": lambda content, name: content.update(seq_length=name),
     },
     "_packing/measure.json": {
-        "file": lambda content, name: content["files"].update({name: "0" * 32}),
+        "file": lambda content, name: content["files"].update({name: "0" * 32})
     },
-    "_packing/plan.json": {
-        "file": lambda content, name: content["files"].update({name: "0" * 32}),
-    },
+    "_packing/plan.json": {"file": lambda content, name: content["files"].update({name: "0" * 32})},
     "_packing/write/train-000000.json": {
         "shard": lambda content, name: content.update(name=name),
         "split": lambda content, name: content.update(split=f"{name}/"),

@@ -32,9 +32,7 @@ from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
     PackedDatasetWrapperConfig,
 )
 from nemo_automodel.components.distributed.context_parallel.utils import make_cp_batch_for_te
-from nemo_automodel.components.distributed.cp_vision_frame_shard import (
-    _contiguous_balanced_bounds,
-)
+from nemo_automodel.components.distributed.cp_vision_frame_shard import _contiguous_balanced_bounds
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss
 from nemo_automodel.components.models.common.packing import configure_packing_for_models

@@ -133,11 +133,7 @@ def assert_close(found: Steps, wanted: Steps) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_saved_and_resumed_are_those_of_launch(
-    ranks: int,
-    case: tuple[Path, Path],
-    expected: tuple[Steps, Path],
-    tmp_path: Path,
-    say: Say,
+    ranks: int, case: tuple[Path, Path], expected: tuple[Steps, Path], tmp_path: Path, say: Say
 ) -> None:
     tensor, saved = ["--tensor-model-parallel-size", str(ranks)], str(tmp_path / "saved")
     steps = pretrain(case, tmp_path / "1", ranks, *tensor, "--save", saved, "--save-interval", "2")

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from task_encoders.families import build_sample_encoder
 from tests.helpers.hf_trainers import check_resuming, packed_trainer, recorded_run

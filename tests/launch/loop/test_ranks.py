@@ -16,13 +16,7 @@ from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from offline_packing.errors import StageError
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.packed_runs import (
-    bmr_folder,
-    losses,
-    make_config,
-    step_lines,
-    trained,
-)
+from tests.helpers.packed_runs import bmr_folder, losses, make_config, step_lines, trained
 from tests.helpers.rank_processes import run_ranks
 
 STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 2, 2

@@ -15,10 +15,7 @@ from launch.loop.parallel import initialize_parallel
 from launch.model import packed_model
 from launch.model.config import ModelConfig
 from launch.model.megatron import model as megatron_model
-from launch.model.megatron.model import (
-    PackedMegatronModel,
-    build_model,
-)
+from launch.model.megatron.model import PackedMegatronModel, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.samples import IGNORE_INDEX

@@ -17,12 +17,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming, packed_trainer, recorded_run
-from tests.helpers.peers import (
-    open_packs,
-    refuse_packs_of_few,
-    small_packs,
-    token_losses_alone,
-)
+from tests.helpers.peers import open_packs, refuse_packs_of_few, small_packs, token_losses_alone
 from tests.world import World
 
 

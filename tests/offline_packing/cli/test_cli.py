@@ -24,13 +24,7 @@ from offline_packing.config.packing import load_config
 from offline_packing.sources.recognise import recognise
 from tests.helpers import formats
 from tests.helpers.command import Command, invoke
-from tests.helpers.datasets import (
-    captioning_pairs,
-    config_file,
-    dialogue,
-    make_config,
-    write_json,
-)
+from tests.helpers.datasets import captioning_pairs, config_file, dialogue, make_config, write_json
 from tests.helpers.formats import lines, tar_bytes, write_file
 from tests.world import World
 

@@ -198,10 +198,7 @@ LOST: Any = [("img0.jpg", image_bytes()), ("json", b'{"captions": ["a"], "images
         ([[("ps_0", JSON)]], "JSON cannot be parsed"),
         ([[("ps_0", NO_IMAGES)]], "0 images for 1 captions"),
         ([[legacy_pack(0)]] * 2, r"key 'ps_00000000' is in a\.tar and in b\.tar"),
-        (
-            [[("a", LOST), legacy_pack(1), ("b", LOST)]],
-            "2 of 3 sub-samples have no prompt",
-        ),
+        ([[("a", LOST), legacy_pack(1), ("b", LOST)]], "2 of 3 sub-samples have no prompt"),
         ([None], "is cut off|cannot be read"),
         ("ours", "ps_00000000' is a captioning pack, not vqa"),
     ],

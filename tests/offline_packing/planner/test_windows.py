@@ -31,12 +31,15 @@ def run(options: Any, lengths: np.ndarray, cuts: Collection[int] = ()) -> list[l
     return packs + pool.finish()
 
 
-streams = st.lists(st.integers(1, 60), max_size=150)
+#: Lists of any length; those of `lists` with a `max_size` alone hold five numbers on average.
+streams = st.integers(0, 150).flatmap(
+    lambda count: st.lists(st.integers(1, 60), min_size=count, max_size=count)
+)
 option_sets = window_options(seed=st.integers(0, 3))
 
 
 @given(lengths=streams, options=option_sets)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_no_sample_waits_longer_than_asked_nor_more_of_them(lengths, options):
     pool = PackingPool[int](options)
     for window, start in enumerate(range(0, len(lengths), options.window)):
@@ -50,6 +53,13 @@ def test_no_sample_waits_longer_than_asked_nor_more_of_them(lengths, options):
         oldest = min(pool.waiting, default=start) // options.window
         packs_worth = min(1.0, sum(part) / options.seq_length)
         assert not pool.waiting or (window - oldest) * packs_worth < options.max_age
+        # Packs that are neither full nor due go because one more of them would be too many.
+        packs.sort(key=len)  # of packs that are equally full, the one of most samples
+        loads = {sum(lengths[sample] for sample in pack): len(pack) for pack in packs}
+        given = min(itertools.chain(*packs), default=start) // options.window
+        is_due = (window - given) * packs_worth >= options.max_age
+        if packs and not is_due and min(loads) < options.full_at * options.seq_length:
+            assert len(pool.waiting) + loads[min(loads)] > options.max_carried
 
 
 @given(lengths=streams, options=option_sets, cuts=st.lists(st.integers(0, 150), max_size=5))

@@ -32,13 +32,7 @@ from tests.helpers.datasets import (
     pack_all,
     packed_run,
 )
-from tests.helpers.formats import (
-    WRITERS,
-    draw_samples,
-    of_lines,
-    tar_bytes,
-    write_file,
-)
+from tests.helpers.formats import WRITERS, draw_samples, of_lines, tar_bytes, write_file
 from tests.helpers.videos import make_video
 
 

@@ -24,11 +24,7 @@ from task_encoders.text.pieces import Text, Video
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.tiny_families import STILL, needs_family, save_tokenizer
-from tests.helpers.tiny_tokenizers import (
-    gemma_tokenizer,
-    save_gemma_tokenizer,
-    save_glm_tokenizer,
-)
+from tests.helpers.tiny_tokenizers import gemma_tokenizer, save_gemma_tokenizer, save_glm_tokenizer
 from tests.helpers.videos import make_video
 from tests.world import World
 

@@ -55,9 +55,7 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         QWEN_7B,
         tower(
-            *(1280, 3420, 32, 16, 3584),
-            hidden_act="silu",
-            fullatt_block_indexes=[7, 15, 23, 31],
+            *(1280, 3420, 32, 16, 3584), hidden_act="silu", fullatt_block_indexes=[7, 15, 23, 31]
         ),
     ),
     "qwen3_vl": (
