@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
         logging.getLogger("launch").warning(remark)
     with failing_in_one_line(debug=parsed["debug"]):
         rest = [*rest, *_check(load(parsed["config"], parsed["overrides"]), parsed["overrides"])]
-    from torch.distributed import DistError, run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed import DistError, run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:

@@ -67,12 +67,12 @@ def init(
     write_atomically(to, config.encode())
     echo(f"wrote {to}")
     num_usable, refused = measure_some(checked)
-    for reason, (count, detail) in refused.items():
-        echo(f"would be set aside: {count} of {num_usable + count} records, {reason}: {detail}")
+    for line in refused:
+        echo(line)
     next_command = f"offline-packing run --deep {to}"
     if not num_usable:
         raise click.ClickException(
-            f"none of the first records can be packed so; correct {to} (docs/records.md says how "
+            f"none of the first records can be packed; correct {to} (docs/records.md says how "
             f"records are read), then: {next_command}"
         )
     echo(f"measured {num_usable} of the first records; next: {next_command}")

@@ -11,6 +11,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.measure.measure import measure_first
 from offline_packing.report.preview_text import first_words
 from offline_packing.sources import open_source
+from offline_packing.sources.reading.contents import hint_for
 from offline_packing.sources.recognise import MANY, Recognised
 from task_encoders.families import FAMILIES, model_options, pixel_limits_of, require_family
 from task_encoders.text.qwen_vocabulary import BUILTIN
@@ -40,7 +41,7 @@ def output_beside(path: str) -> str:
 def render_config(found: Recognised, output: str, processor: str = BUILTIN) -> str:
     """Render a commented YAML file; all other fields have defaults. Raises ValueError if no family
     here has the checkpoint `processor`."""
-    split = "  # no val split: of so few samples it would hold hardly a pack; validation.every=0\n"
+    split = "  # no val split: of these few samples it would hold hardly a pack\n"
     if found.num_records >= MANY:
         split = "  split: {train: 0.99, val: 0.01}  # launch/*.sh validate on val\n"
     source = "".join(_line(name, value) for name, value in found.options.items())
@@ -62,15 +63,19 @@ output:
 {_line("path", output)}{split}"""
 
 
-def measure_some(config: PackingConfig) -> tuple[int, dict[str, tuple[int, str]]]:
+def measure_some(config: PackingConfig) -> tuple[int, list[str]]:
     """Measure the first records of a configuration's source without writing anything. Return the
-    number that can be packed; and by reason the number of others, with a detail. Raises StageError
-    as `measure`."""
+    number that can be packed; and a line per reason why others cannot, with a detail and a hint.
+    Raises StageError as `measure`."""
     rows = measure_first(open_source(config.source[0]), config.model, _MEASURED)
     refused = [(row["reason"], row["detail"]) for row in rows if "reason" in row]
     counts, details = Counter(reason for reason, _ in refused), dict(reversed(refused))
-    found = {reason: (count, details[reason]) for reason, count in counts.items()}
-    return len(rows) - len(refused), found
+    lines = []
+    for reason, count in counts.items():
+        hint = hint_for(reason, details[reason], config.source[0])
+        why = f"{reason}: {details[reason]}{f'; {hint}' if hint else ''}"
+        lines.append(f"would be set aside: {count} of {len(rows)} records, {why}")
+    return len(rows) - len(refused), lines
 
 
 def render_examples(found: Recognised) -> str:

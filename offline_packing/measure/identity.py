@@ -65,7 +65,7 @@ def repeated_rows(samples: Index) -> list[npt.NDArray[np.int64]]:
         firsts = several[first_of_equal(hashes[several])]
         renamed[several] = contents[several] != contents[firsts]
     if count := np.count_nonzero(renamed):
-        logger.info("measure: %s samples share their id with another one: ID@CONTENT", f"{count:,}")
+        logger.info("measure: %s samples have an earlier one's id: now ID@CONTENT", f"{count:,}")
     ends = np.cumsum(samples.info.part_rows)[:-1]
     return [np.flatnonzero(some) for some in np.split(renamed, ends)]
 

@@ -79,7 +79,7 @@ def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
     for (one, other), count in zip(different.T.tolist(), counts.tolist(), strict=True):
         yield (
             f"source {names[other]}: {count:,} of {np.count_nonzero(owners == other):,} samples "
-            f"stand in source {names[one]}, too"
+            f"are also in source {names[one]}"
         )
 
 
@@ -106,8 +106,8 @@ def _split_warnings(config: PackingConfig, samples: Index, packs: PackPlan) -> I
         if any(count for count, _ in shared):
             media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
             yield (
-                f"split {name}: {media} images and videos and {same} samples stand in split "
-                f"{first}, too; without source.fields.group they are on one side"
+                f"split {name}: {media} images and videos and {same} samples are also in "
+                f"split {first}; without source.fields.group they are on one side"
             )
 
 

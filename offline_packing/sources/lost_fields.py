@@ -117,7 +117,7 @@ def _odd_answers(content: Content, names: Names, sample: SourceSample) -> Iterat
         yield "answers that are numbers, true or false are trained as their text", str(scalars[0])
     weights = [name for name in LOSS_FIELDS if is_scalar(content.get(name, ""))]
     if weights and content[weights[0]] != 1:
-        line = f"field {weights[0]!r} of the record is not read; loss weights stand in messages"
+        line = f"field {weights[0]!r} of the record is not read; loss weights belong in messages"
         yield line, str(content[weights[0]])
     for turn in sample.turns:
         if _NOTHING.fullmatch(turn.answer) and (turn.answer.strip() or not turn.calls):

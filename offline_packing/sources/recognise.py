@@ -81,10 +81,11 @@ def recognise(path: str, *, task: str | None = None) -> Recognised:
         options["task"] = _guess_task(records)
     source = open_source(options)
     examples = [_example(source, record) for record in records[:_SHOWN]]
-    missing = next((name for example in examples for name in example.missing), None)
-    root = None
-    if missing is not None:
-        root = _common_root(source) if missing.startswith("/") else find_image_root(path, missing)
+    missing = [next(iter(example.missing)) for example in examples if example.missing]
+    if missing and missing[0].startswith("/"):
+        root = _common_root(source)
+    else:
+        root = next(filter(None, (find_image_root(path, name) for name in missing)), None)
     if root is not None and isinstance(source.options, MediaOptions):
         options["image_root"] = root
         source = open_source(options)

@@ -70,7 +70,7 @@ class VerifyResult:
     num_tokens: int = 0
     #: split of a shard, and hash of the bytes of each of its media; only if deep
     media_hashes: list[tuple[str, _Hashes]] = field(default_factory=list, compare=False)
-    #: a line on media or samples that stand in one split only
+    #: a line on media or samples that are in one split only
     apart: str = ""
     #: of all shards: read, packed and set aside, if samples were made of several
     records: tuple[int, ...] = ()

@@ -161,7 +161,7 @@ def _check_splits(samples: Index, plan: PackPlan, run: Run, total: VerifyResult)
     shares = run.config.output.split
     if len(shares) == 1:
         return
-    total.apart = "no groups, images or videos stand in two of them"
+    total.apart = "no groups, images or videos are in two of them"
     hashes: dict[str, list[npt.NDArray[np.uint64]]] = {}
     for split, _, ids in samples_of_splits(plan, shares):
         chosen = np.zeros(samples.info.num_samples, bool)
@@ -183,7 +183,7 @@ def _check_apart(
     for (one, own), (other, others) in itertools.combinations(hashes.items(), 2):
         if count := count_shared(own, others)[0]:
             total.apart = ""
-            total.problem(f"{count:,} {found} stand in splits {one} and {other}")
+            total.problem(f"{count:,} {found} are in splits {one} and {other}")
 
 
 def _check_records(samples: Index, manifest: Manifest, plan: PackPlan, total: VerifyResult) -> None:

@@ -15,6 +15,7 @@ from tests.helpers.videos import make_video
 
 BLOCKED = ("av", "torch", "transformers", "megatron", "ray", "webdataset", "matplotlib")
 
+LAUNCH = Path(__file__).parents[2] / "launch"
 #: Families whose vocabulary a package brings.
 BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
 
@@ -54,13 +55,23 @@ try:
 except Exception as error:
     print(error)
 """
-#: Calls of `run --deep`, as in an environment in which the packages are not installed; then in one
-#: in which transformers is.
+#: The demo, training, and calls of `run --deep`, as in an environment in which the packages are not
+#: installed; then `run --deep` in one in which transformers is.
 _DEEP = """
 sys.meta_path.pop(0)
 sys.modules.update(dict.fromkeys(Refuse.blocked))
 from pathlib import Path
+from launch.start import main
 from offline_packing.cli.commands import cli
+train = ["-m", "launch.train", "{launch}/sft.yaml", "validation.every=0"]
+for call in (
+    lambda: cli(["demo", "{root}/demo"], standalone_mode=False),
+    lambda: main([*train, "data.online={{seq_length: 64, model: {{}}}}"]),
+):
+    try:
+        call()
+    except (Exception, SystemExit) as error:
+        print("refused:", error)
 for place, names in enumerate({names!r}):
     for name in names:
         for extra in ["", "pack.share_prefixes={{}}"]:
@@ -98,12 +109,15 @@ def test_packing_without_training_libraries(tmp_path: Path) -> None:
     for name, model in models.items():
         write_json(tmp_path / f"{name}.json", {**sections, "model": model})
     each = _EACH.format(packed=packed, config=config, videos=videos)
-    program = PROGRAM + each + _DEEP.format(names=names, root=tmp_path)
+    program = PROGRAM + each + _DEEP.format(names=names, root=tmp_path, launch=LAUNCH)
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     needed = "videos need the package av; pip install 'av>=18' (in a clone: "
-    for one in ("verify", "a_ps_00000000\n", "measured 3 samples", "sample 'clip'", needed):
+    refused = ("refused: megatron-energon, which reads this, is not installed", "refused: 1\n")
+    packing = ("verify", "a_ps_00000000\n", "measured 3 samples", "sample 'clip'", needed)
+    for one in (*packing, *refused):
         assert one in result.stdout, result.stderr
+    assert "error: No module named 'torch." in result.stderr
     ends = [line.split("|")[1:] for line in result.stdout.splitlines() if line[:4] == "end|"]
     assert len(ends) == 2 * sum(map(len, names)), result.stderr
     refusal = re.compile(r"(Stage|Config)Error False .*(\(in a clone: pip|recurrent)")

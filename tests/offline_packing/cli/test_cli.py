@@ -340,7 +340,7 @@ def test_the_task_is_told_from_the_records(tmp_path: Path) -> None:
 
 def test_what_is_not_found_or_not_read_is_shown(tmp_path: Path) -> None:
     write_file(tmp_path / "data/images/a.jpg", SAMPLES[0][2][0])
-    rows = [{"caption": "A.", "image": f"{name}.jpg", "hue": "red"} for name in "ab"]
+    rows = [{"caption": "A.", "image": f"{name}.jpg", "hue": "red"} for name in "ba"]
     write_file(tmp_path / "data/text/a.jsonl", lines(rows))
     to = tmp_path / "pack.yaml"
     shown = invoke("init", tmp_path / "data/text", "--to", to).output
@@ -466,9 +466,10 @@ def test_what_cannot_run_is_not_next(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["init", str(tmp_path / "data"), "--to", str(to)])
     assert result.exit_code == 1
     aside = "would be set aside: 10 of 10 records, path_outside_root: '/nowhere/0.jpg'"
+    assert "; set source.image_root to a folder above the images\n" in result.output
     assert aside in result.output
     assert "next:" not in result.output
-    assert f"none of the first records can be packed so; correct {to}" in result.output
+    assert f"none of the first records can be packed; correct {to}" in result.output
     assert "split: {train: 0.99, val: 0.01}" in to.read_text()
     inside = ["init", str(tmp_path / "data"), "--to", str(tmp_path / "b.yaml"), "--output"]
     result = CliRunner().invoke(cli, [*inside, str(tmp_path / "data" / "out")])

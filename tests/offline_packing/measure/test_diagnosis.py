@@ -344,7 +344,7 @@ def test_odd_answers_and_weights(tmp_path: Path) -> None:
         "answers that are numbers, true or false are trained as their text": 2,
         "of several 'answers' the first is trained; source.fields names another": 3,
         "answers are 'null', 'nan' or characters that show nothing": 3,
-        "field 'weight' of the record is not read; loss weights stand in messages": 1,
+        "field 'weight' of the record is not read; loss weights belong in messages": 1,
         "messages have a 'mask', which is not read; loss_weight: 0 trains none of a message": 1,
     }
 

@@ -231,7 +231,7 @@ def test_seeds_and_shares(measured: tuple[Run, Index]) -> None:
 
 def test_they_are_proved_by_hash_and_told_of(measured: tuple[Run, Index], tmp_path: Path) -> None:
     run = copy_of(measured[0], tmp_path / "out")
-    line = "splits          no groups, images or videos stand in two of them, by all bytes\n"
+    line = "splits          no groups, images or videos are in two of them, by all bytes\n"
     assert line in render_result(verify(run, deep=True), deep=True)
     packs = require_manifest(run.workspace.root).counts.packs
     told = re.findall(r"(\w+) +([\d.]+)% +[\d.]+% +(\d+) +(\d+)\n", plan_summary(run))
@@ -265,12 +265,12 @@ def test_a_group_counts_instead_of_pictures(world: World, tmp_path: Path) -> Non
     samples = open_index(run)
     sides = [set(samples.array("group_hash")[own]) for own in rows_of_splits(run, samples).values()]
     assert sum(map(len, sides)) == len(set.union(*sides)) == 45
-    warned = [one for one in plan_summary(run).splitlines() if "stand in split train" in one]
+    warned = [one for one in plan_summary(run).splitlines() if "are also in split train" in one]
     assert len(warned) == 2
     assert all(one.endswith("without source.fields.group they are on one side") for one in warned)
     result = verify(run, deep=True)
     assert result.ok, result.problems
-    assert result.apart == "no groups, images or videos stand in two of them"
+    assert result.apart == "no groups, images or videos are in two of them"
 
 
 @pytest.mark.parametrize("first", ["train", "val"])
@@ -323,5 +323,5 @@ def test_verify_finds_what_stands_in_two_splits() -> None:
     one, other = np.array([4, 1, 2], np.uint64), np.array([2, 3, 0], np.uint64)
     result = VerifyResult(apart="none")
     _check_apart({"train": [one], "val": [other], "test": []}, "images", result)
-    assert result.problems == ["1 images stand in splits train and val"]
+    assert result.problems == ["1 images are in splits train and val"]
     assert result.apart == ""

@@ -312,8 +312,8 @@ def test_copies_in_a_second_source(tmp_path: Path) -> None:
     several = replace(run, config=run.config.model_copy(update={"source": tuple(sources)}))
     found = [line for line in warned(several) if line.startswith("source ")]
     assert found == [
-        "source two: 10 of 10 samples stand in source one, too",
-        "source three: 8 of 10 samples stand in source one, too",
+        "source two: 10 of 10 samples are also in source one",
+        "source three: 8 of 10 samples are also in source one",
     ]
 
 
