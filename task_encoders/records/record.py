@@ -61,9 +61,10 @@ def load_json(data: bytes) -> Mapping[str, Any]:
 
 
 def decode_text(data: bytes) -> str:
-    """Decode a text that is a whole record. Raises SampleError: bad_json if it is not UTF-8."""
+    """Decode a text that is a whole record, without a byte order mark. Raises SampleError: bad_json
+    if it is not UTF-8."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error
 
