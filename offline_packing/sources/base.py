@@ -129,6 +129,8 @@ class Source(ABC):
         if isinstance(options, FieldOptions):
             self.fields = FieldMap(options.fields, options.keep, options.min_rating)
         self.unpack_folder = unpack_folder
+        #: what a file beside the data says of the fields of records, as JSON; "": there is none
+        self.description = ""
         #: the record whose media were read last, and their texts by `hash_text`
         self._texts: tuple[Locator, dict[str, str]] | None = None
         #: keys of the records that are left out, see source.skip
