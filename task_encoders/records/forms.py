@@ -24,7 +24,14 @@ from typing import Any, Final, NamedTuple, cast
 
 import orjson
 
-from task_encoders.records.messages import Draft, first_field, kind_of, media_name, read_dialogue
+from task_encoders.records.messages import (
+    Draft,
+    first_field,
+    kind_of,
+    media_name,
+    parse_json,
+    read_dialogue,
+)
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, Turn
 from task_encoders.samples.limits import check_json
 
@@ -91,9 +98,9 @@ def read_cells(content: Content) -> dict[str, Any]:
     for name in LISTS & content.keys():
         text = content[name]
         if isinstance(text, str) and text.startswith(("[", "{")):
-            check_json(text.encode())
+            check_json(data := text.encode())
             with suppress(orjson.JSONDecodeError):  # a file's name or a text that begins so
-                found[name] = orjson.loads(text)
+                found[name] = parse_json(data)
     return found
 
 

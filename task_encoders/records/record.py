@@ -13,7 +13,7 @@ import orjson
 from task_encoders.packs.pack_format import is_image_name, is_video_name
 from task_encoders.records.forms import chosen_name, form_of, is_scalar, named_media, quoted
 from task_encoders.records.marks import place_images, place_pictures, place_videos, shown_text
-from task_encoders.records.messages import Draft, kind_of, parsed, read_tools
+from task_encoders.records.messages import Draft, kind_of, parse_json, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -52,7 +52,7 @@ def load_json(data: bytes) -> Mapping[str, Any]:
     object."""
     check_json(data)
     try:
-        content = orjson.loads(data.removeprefix(_UTF8_BOM))
+        content = parse_json(data.removeprefix(_UTF8_BOM))
     except orjson.JSONDecodeError as error:
         raise SampleError("bad_json", " ".join(str(error).split())[:200]) from error
     if not isinstance(content, dict):
