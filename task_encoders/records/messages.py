@@ -25,7 +25,6 @@ else, such as audio, is refused, since the sample would be trained as another on
     {"role": "assistant", "content": str, "truncated": true}    the last one: without an end token
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -40,6 +39,7 @@ from task_encoders.samples import (
     Turn,
     is_weight,
 )
+from task_encoders.samples.limits import parse_json
 
 #: Names that roles have in one form or another.
 _ROLES: Final[Mapping[str, str]] = {
@@ -57,9 +57,6 @@ _PLAIN: Final = frozenset(("role", "content", "from", "value"))
 _QUESTIONS: Final = frozenset(("user", "tool"))
 #: Names of the question in an object that holds a whole turn.
 _ASKED: Final = frozenset(("user", "human"))
-#: Every digit as 0, and digits of an integer beyond 64 bits.
-_DIGITS: Final = bytes.maketrans(b"123456789", b"0" * 9)
-_LONG: Final = b"0" * 20
 #: Names of a message's loss weight.
 LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
 #: Type of a part of a content list -> what marks its place.
@@ -158,13 +155,6 @@ def read_tools(value: Any) -> str:
     return orjson.dumps(
         [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
     ).decode()
-
-
-def parse_json(data: bytes) -> Any:
-    """Parse JSON. Raises orjson.JSONDecodeError, or ValueError."""
-    found = orjson.loads(data)
-    # Integers beyond 64 bits, which orjson rounds, stay as they are: none is written as another.
-    return json.loads(data) if _LONG in data.translate(_DIGITS) else found
 
 
 def parsed(value: Any, what: str) -> Any:

@@ -13,7 +13,7 @@ import orjson
 from task_encoders.packs.pack_format import is_image_name, is_video_name
 from task_encoders.records.forms import chosen_name, form_of, is_scalar, named_media, quoted
 from task_encoders.records.marks import place_images, place_pictures, place_videos, shown_text
-from task_encoders.records.messages import Draft, kind_of, parse_json, parsed, read_tools
+from task_encoders.records.messages import Draft, kind_of, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -26,7 +26,7 @@ from task_encoders.samples import (
     refuse_codec_input,
     split_at_media,
 )
-from task_encoders.samples.limits import check_json
+from task_encoders.samples.limits import parse_json
 from task_encoders.samples.medium_options import MediumOptions
 
 #: A longer "id" is not a key.
@@ -50,7 +50,6 @@ _UNPACKED: Final = ("audios", "audio")
 def load_json(data: bytes) -> Mapping[str, Any]:
     """Parse a record. Raises SampleError: bad_json, too_costly, or bad_record if it is not an
     object."""
-    check_json(data)
     try:
         content = parse_json(data.removeprefix(_UTF8_BOM))
     except orjson.JSONDecodeError as error:
