@@ -1,9 +1,9 @@
-"""Columns of the index: the stamp of a sample's files, and its prefix."""
+"""Columns of the index: hashes of a sample, the stamp of its files, and its prefix."""
 
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import orjson
 import xxhash
@@ -11,6 +11,7 @@ import xxhash
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.roots.roots import MediaRoot
 from task_encoders.sample_encoder import Prefix
+from task_encoders.samples import SourceSample
 from task_encoders.samples.medium_options import MediumOptions, options_json
 
 #: The number of a medium's bytes that are hashed: the first request to remote storage reads them.
@@ -85,6 +86,22 @@ def hash_medium(num_bytes: int, beginning: bytes) -> int:
     digest = xxhash.xxh3_64(num_bytes.to_bytes(8, "little"))
     digest.update(beginning[:HASHED_BYTES])
     return digest.intdigest()
+
+
+def hash_sample(sample: SourceSample, media_hashes: Sequence[int]) -> int:
+    """Hash (xxh3_64) a sample's texts, and its media by their options and `hash_medium`."""
+    return xxhash.xxh3_64_intdigest(orjson.dumps([*texts_of(sample), media_hashes]))
+
+
+def texts_of(sample: SourceSample) -> list[Any]:
+    """Return a sample's texts, and the options of its media, as JSON holds them."""
+    turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
+    return [turns, sample.system, sample.tools, *asked_of(sample)]
+
+
+def asked_of(sample: SourceSample) -> list[Any]:
+    """Return a list of the options of a sample's media; an empty one if no medium has any."""
+    return [options_json(sample.options)] if sample.options else []
 
 
 def hash_place(source_id: int, medium: Locator) -> int:

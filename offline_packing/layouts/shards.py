@@ -22,7 +22,12 @@ import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
 from offline_packing.errors import ChangedError, StageError
-from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, sample_stamp
+from offline_packing.index.measured import (
+    MODIFICATION_TIME,
+    hash_medium,
+    hash_sample,
+    sample_stamp,
+)
 from offline_packing.index.rows import LEADING, is_leading
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
@@ -169,7 +174,9 @@ class ShardFragment:
 
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = tuple("key source_id num_tokens stamp grid_thw json media media_hash part".split())
+COLUMNS: Final = tuple(
+    "key source_id num_tokens stamp grid_thw json media media_hash sample_hash part".split()
+)
 #: Further ones of a plan with trees.
 PREFIX_COLUMNS: Final = ("prefix_tokens", "prefix_images", "prefix_videos")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")
@@ -192,6 +199,8 @@ class PlannedSample:
     media: tuple[Locator, ...]
     #: `hash_medium` of each medium
     media_hash: list[int]
+    #: `hash_sample` of its record
+    sample_hash: int
     extensions: tuple[str, ...]
     #: the part of a record that it is; None: the whole record at `json`
     part: ConversationPart | None = None
@@ -327,7 +336,11 @@ class ShardTask:
         source = self.sources[sample.source_id]
         if sample.part is not None:
             return sample.part.read(source, sample.key)
-        return source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
+        found = source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
+        if hash_sample(found, sample.media_hash) != sample.sample_hash:
+            where = f"sample {sample.key!r} in {source.root.path(sample.json.container)}"
+            raise ChangedError(where, "its record now gives other texts")
+        return found
 
     def read_media(self, sample: PlannedSample, media: Iterable[Locator]) -> list[bytes]:
         """Read a sample's media, or some. Raises StageError if one changed since it was measured,

@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import DamagedError, StageError
+from offline_packing.index.measured import asked_of, texts_of
 from offline_packing.index.records import RECORD_COLUMNS, own_keys, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index, IndexInfo, repeated_key
@@ -49,7 +50,6 @@ from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hash
 from offline_packing.storage.receipts import receipt_path
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.samples.medium_options import options_json
 from task_encoders.storage.paths import REMEDY, path_of
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
     names = (sample.images, sample.videos)
     turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
     tools = [sample.tools] if sample.tools else []
-    own = [turns, *names, sample.system, *tools, *_asked(sample)]
+    own = [turns, *names, sample.system, *tools, *asked_of(sample)]
     digest = xxhash.xxh3_64(orjson.dumps(own))
     for medium in media:
         if medium is not None and medium.data is not None:
@@ -249,27 +249,12 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
     return digest.intdigest()
 
 
-def hash_sample(sample: SourceSample, media_hashes: Sequence[int]) -> int:
-    """Hash (xxh3_64) a sample's texts, and its media by their options and `hash_medium`."""
-    return xxhash.xxh3_64_intdigest(orjson.dumps([*_texts(sample), media_hashes]))
-
-
 def digest_sample(sample: SourceSample, media: Iterable[bytes]) -> bytes:
     """Hash (xxh3_128) a sample's texts, and its media by their options and all their bytes."""
-    digest = xxhash.xxh3_128(orjson.dumps(_texts(sample)))
+    digest = xxhash.xxh3_128(orjson.dumps(texts_of(sample)))
     for data in media:
         digest.update(xxhash.xxh3_128_digest(data))
     return digest.digest()
-
-
-def _texts(sample: SourceSample) -> list[Any]:
-    turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
-    return [turns, sample.system, sample.tools, *_asked(sample)]
-
-
-def _asked(sample: SourceSample) -> list[Any]:
-    """Return a list of the options of a sample's media; an empty one if no medium has any."""
-    return [options_json(sample.options)] if sample.options else []
 
 
 def hash_group(source: Source, content: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ finished part.
 
 import itertools
 import logging
+import re
 import tempfile
 import time
 from collections import Counter
@@ -132,7 +133,12 @@ class Measure(Stage):
             for i, source in enumerate(config.source)
             if source.outputs_skipped
         }
-        return {**config_fingerprint(config), **listings, **skipped}
+        described = {
+            f"source.{i}.description.listing": source.description
+            for i, source in enumerate(self.sources)
+            if source.description
+        }
+        return {**config_fingerprint(config), **listings, **described, **skipped}
 
     def cut(self) -> Fingerprint:
         size = self.run.config.engine.samples_per_part
@@ -160,7 +166,8 @@ class Measure(Stage):
 
     def _remedy(self, found: Fingerprint, wanted: Fingerprint) -> str:
         at, changed = self.run.workspace, changed_fields(found, wanted)
-        is_grown = all(name.endswith(".listing") for name in changed) and at.manifest.exists()
+        is_listing = [re.fullmatch(r"source\.\d+(\.skip)?\.listing", name) for name in changed]
+        is_grown = all(is_listing) and at.manifest.exists()
         new_data = (
             f"pack the new data into a separate output with source.skip={at.root} and another "
             "output.path, and blend both; or "

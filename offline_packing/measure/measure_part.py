@@ -34,6 +34,7 @@ from offline_packing.index.measured import (
     HASHED_BYTES,
     hash_medium,
     hash_place,
+    hash_sample,
     modification_time,
     prefix_row,
     sample_stamp,
@@ -42,7 +43,7 @@ from offline_packing.index.table import escape
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
 from offline_packing.measure.from_index import IndexPart, copy_part
-from offline_packing.measure.identity import NewRecords, hash_content, hash_group, hash_sample
+from offline_packing.measure.identity import NewRecords, hash_content, hash_group
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.base import ConversationPart

@@ -129,6 +129,8 @@ class Source(ABC):
         if isinstance(options, FieldOptions):
             self.fields = FieldMap(options.fields, options.keep, options.min_rating)
         self.unpack_folder = unpack_folder
+        #: what a file beside the data says of the fields of records, as JSON; "": there is none
+        self.description = ""
         #: the record whose media were read last, and their texts by `hash_text`
         self._texts: tuple[Locator, dict[str, str]] | None = None
         #: keys of the records that are left out, see source.skip
@@ -175,16 +177,17 @@ class Source(ABC):
 
     def files(self) -> list[tuple[str, int]]:
         """Return (container, size) of every file that `scan` reads, by name. Raises StageError if
-        there is none, or one whose compression is not read."""
+        there is none, or one whose compression or name is not read."""
         found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
             raise nothing_found(self.path, f"*{self.ENDINGS[0]}")
         for name, _ in found:
-            if name.lower().endswith(self.UNREAD):
-                raise StageError(
-                    f"source path {self.path!r} holds {name}, compressed in a way that is not "
-                    "read; unpack it, compress it as .gz or .zst, or move it out of source.path"
-                )
+            why = "whose name is not UTF-8; rename it"
+            if is_packed := name.lower().endswith(self.UNREAD):
+                why = "compressed in a way that is not read; unpack it, compress it as .gz or .zst"
+            if is_packed or name != name.encode("utf-8", "replace").decode():
+                where = f"source path {self.path!r} holds {name!r}"
+                raise StageError(f"{where}, {why}, or move it out of source.path")
         return found
 
     def cut_files(

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
 from task_encoders.field_types import first_problem
-from task_encoders.storage.paths import REMEDY, as_remote
+from task_encoders.storage.paths import REMEDY, as_remote, read_at
 from task_encoders.threads import in_threads
 
 #: The number of objects that are read at the same time: each takes some 30 ms to its first byte.
@@ -245,7 +245,7 @@ def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> byte
     try:
         with open(path, "rb", buffering=0) as file:
             actual = os.fstat(file.fileno()).st_size
-            data = os.pread(file.fileno(), size, offset)
+            data = read_at(file.fileno(), size, offset)
     except OSError as error:
         raise unreadable(path, error.strerror) from error
     if len(data) != size or (whole and actual != size):

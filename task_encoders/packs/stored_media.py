@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from task_encoders.packs.pack import Pack, PackFormatError, parse_json
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extension_of
-from task_encoders.storage.paths import REMEDY, is_url, path_of, read_range
+from task_encoders.storage.paths import REMEDY, is_url, path_of, read_at, read_range
 
 MEDIA_ROOTS: Final = "media_roots.json"
 
@@ -72,7 +72,7 @@ def _read_at(place: Place, folder: str, count: int | None) -> bytes:
             file_size = remote.stat().st_size
         else:
             with open(path, "rb", buffering=0) as opened:
-                data = os.pread(opened.fileno(), count, begin)
+                data = read_at(opened.fileno(), count, begin)
                 found = os.fstat(opened.fileno())
             file_size, mtime_ns = found.st_size, found.st_mtime_ns
     except OSError as error:

@@ -26,7 +26,7 @@ import orjson
 
 from task_encoders.records.messages import Draft, first_field, kind_of, media_name, read_dialogue
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, Turn
-from task_encoders.samples.limits import check_json
+from task_encoders.samples.limits import parse_json
 
 Content = Mapping[str, Any]
 #: Name that a record has for each field of its form; None: it lacks the field.
@@ -91,9 +91,8 @@ def read_cells(content: Content) -> dict[str, Any]:
     for name in LISTS & content.keys():
         text = content[name]
         if isinstance(text, str) and text.startswith(("[", "{")):
-            check_json(text.encode())
             with suppress(orjson.JSONDecodeError):  # a file's name or a text that begins so
-                found[name] = orjson.loads(text)
+                found[name] = parse_json(text.encode())
     return found
 
 

@@ -39,6 +39,7 @@ from task_encoders.samples import (
     Turn,
     is_weight,
 )
+from task_encoders.samples.limits import parse_json
 
 #: Names that roles have in one form or another.
 _ROLES: Final[Mapping[str, str]] = {
@@ -161,7 +162,7 @@ def parsed(value: Any, what: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
-        return orjson.loads(value)
+        return parse_json(value.encode())
     except orjson.JSONDecodeError as error:
         raise SampleError("bad_record", f"{what} is no JSON: {error}") from error
 

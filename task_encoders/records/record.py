@@ -26,7 +26,7 @@ from task_encoders.samples import (
     refuse_codec_input,
     split_at_media,
 )
-from task_encoders.samples.limits import check_json
+from task_encoders.samples.limits import parse_json
 from task_encoders.samples.medium_options import MediumOptions
 
 #: A longer "id" is not a key.
@@ -50,9 +50,8 @@ _UNPACKED: Final = ("audios", "audio")
 def load_json(data: bytes) -> Mapping[str, Any]:
     """Parse a record. Raises SampleError: bad_json, too_costly, or bad_record if it is not an
     object."""
-    check_json(data)
     try:
-        content = orjson.loads(data.removeprefix(_UTF8_BOM))
+        content = parse_json(data.removeprefix(_UTF8_BOM))
     except orjson.JSONDecodeError as error:
         raise SampleError("bad_json", " ".join(str(error).split())[:200]) from error
     if not isinstance(content, dict):
@@ -61,9 +60,10 @@ def load_json(data: bytes) -> Mapping[str, Any]:
 
 
 def decode_text(data: bytes) -> str:
-    """Decode a text that is a whole record. Raises SampleError: bad_json if it is not UTF-8."""
+    """Decode a text that is a whole record, without a byte order mark. Raises SampleError: bad_json
+    if it is not UTF-8."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error
 

@@ -5,7 +5,10 @@ minute. No limit depends on time or on the machine: the same input gives the sam
 The first three are defaults of options of a source, `MAX_IMAGE_PIXELS` is one of the model's.
 """
 
-from typing import Final
+import json
+from typing import Any, Final
+
+import orjson
 
 from task_encoders.samples import SampleError, SourceSample
 
@@ -20,6 +23,10 @@ MAX_MEDIA: Final = 4_096
 MAX_JSON_BYTES: Final = 32 << 20
 #: and one with more values before it is parsed: small ones take 200 bytes each.
 MAX_JSON_VALUES: Final = 2_000_000
+
+#: Every digit as 0, and the digits of an integer beyond 64 bits.
+_DIGITS: Final = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG: Final = b"0" * 20
 
 #: A row of a table, with its images and videos.
 MAX_ROW_BYTES: Final = 192 << 20
@@ -70,12 +77,15 @@ def check_cost(
             )
 
 
-def check_json(data: bytes) -> None:
-    """Raise SampleError: too_costly for JSON whose values would take more memory than a record may:
-    each but the first follows a comma or an opening bracket."""
+def parse_json(data: bytes) -> Any:
+    """Parse JSON; integers beyond 64 bits, which orjson rounds, stay as they are. Raises
+    SampleError: too_costly where its values would take more memory than a record's may (each but
+    the first follows a comma or an opening bracket), or orjson.JSONDecodeError."""
     if len(data) > MAX_JSON_VALUES:
         num_values = sum(map(data.count, (b",", b"[", b"{")))
         if num_values > MAX_JSON_VALUES:
             raise SampleError(
                 "too_costly", f"about {num_values:,} values in the JSON > {MAX_JSON_VALUES:,}"
             )
+    found = orjson.loads(data)
+    return json.loads(data) if _LONG in data.translate(_DIGITS) else found

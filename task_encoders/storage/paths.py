@@ -118,4 +118,12 @@ def read_range(path: Path, start: int, end: int) -> bytes:
     if remote := as_remote(path):
         return remote.read_range(start, end)
     with open(path, "rb", buffering=0) as file:
-        return os.pread(file.fileno(), end - start, start)
+        return read_at(file.fileno(), end - start, start)
+
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Read bytes of an open file, fewer if it ends before. Raises OSError."""
+    data = os.pread(descriptor, size, offset)
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
+        data += more  # Linux reads 2 GiB at a time
+    return data

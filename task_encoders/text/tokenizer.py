@@ -151,15 +151,19 @@ class TransformersTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Any, spelled: Collection[str] = ()) -> None:
         """Copy a tokenizer. `spelled` are special tokens that text can spell."""
+        backend = tokenizer.backend_tokenizer
+        # Of whoever saved the checkpoint; transformers sets both anew whenever it encodes.
+        backend.no_truncation()
+        backend.no_padding()
         # A copy, since `encode_special_tokens` (special tokens are data) is a lasting switch.
-        spec = tokenizer.backend_tokenizer.to_str()
+        spec = backend.to_str()
         if spelled:
             parsed = json.loads(spec)
             for token in parsed["added_tokens"]:
                 token["special"] &= token["content"] not in spelled
             spec = json.dumps(parsed)
         self.spec = spec
-        self._backend = type(tokenizer.backend_tokenizer).from_str(spec)
+        self._backend = type(backend).from_str(spec)
         self._backend.encode_special_tokens = True
         self.fingerprint = xxhash.xxh3_128_hexdigest(spec.encode())
         added = self._backend.get_added_tokens_decoder()

@@ -133,7 +133,11 @@ BAD: dict[str, dict[str, Any]] = {
         "json_values": b'{"a": [' + b"{}," * 1_100_000 + b"1]}",
     },
     "unexpected_error": {
-        "calls_nested": record([ASK[0], call("f", json.loads(nested(300)))], images=[])
+        "calls_nested": record([ASK[0], call("f", json.loads(nested(300)))], images=[]),
+        "answer_long_integer": {"question": "a", "answer": 10**22, "images": []},
+        "call_long_integer": record(
+            [ASK[0], {"role": "tool_call", "content": f'{{"name": "f", "arguments": [{10**22}]}}'}]
+        ),
     },
     "aspect_ratio": {
         "image_narrow": (record(), {".jpg": image_bytes(8, 1700)}),
@@ -154,6 +158,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "byte_order_mark": (b"\xef\xbb\xbf" + json.dumps(said("Hi", "Hello")).encode(),),
     "crlf": (json.dumps(said("Hi\r\nyou", "Hello"), indent=2).encode(),),
     "images_null": (record(images=None), BESIDE),
+    "long_integer_beside": ({**said("Hi", "Hello"), "hash": -(10**22)},),
     "image_one": (record(image="image_one/a.jpg"), {"/a.jpg": JPEG}),
     "image_no_tag": (record(dialogue("What?", "A square.")), BESIDE),
     "image_upper_case": (record(), {".JPG": JPEG}),

@@ -32,6 +32,7 @@ from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSour
 from offline_packing.sources.options import SourceOptions, follow
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk
+from offline_packing.storage.files import to_json
 from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.records.forms import best_answer
 from task_encoders.records.record import decode_text, load_json
@@ -103,6 +104,7 @@ class EnergonSource(WebDatasetSource):
                 f"{self.root.path('.nv-meta/dataset.yaml')}: field_map names {pickled.pop()!r}, "
                 "pickles or sound, which are not read; convert from what the shards were made of"
             )
+        self.description = to_json([sample_type, field_map]).decode()
         image = field_map.get("imgs", field_map.get("image", "jpg"))
         self._image_places = _parse_places(image)
         for field, name in _SAMPLE_TYPES[sample_type].items():

@@ -64,7 +64,7 @@ _AFTER: Final = 1 << 20
 _FIELDS: Final = frozenset(name.encode() for name in RECORD_FIELDS if name != "id")
 _EMPTY: Final = "it is empty; restore it"
 #: Beginning of a list of records.
-_LIST: Final = re.compile(rb"\s*\[(?=\s*\{)")
+_LIST: Final = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[(?=\s*\{)")
 
 
 def _endings(suffix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -484,7 +484,7 @@ class TsvSource(JsonlSource):
     def _heading(self, container: str) -> tuple[str, str]:
         try:
             _, _, line, _ = next(self._split(container, 0, None))
-            columns = self._cells((line or b"").removeprefix(_BOM))
+            columns = self._cells(line or b"")
             self.fields.choose(columns, hint="its first row is to name them; ")
         except SampleError as error:
             return "", f"its heading cannot be read: {error.detail}; mend it"

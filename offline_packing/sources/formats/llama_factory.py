@@ -23,6 +23,7 @@ from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextS
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, MediaOptions
 from offline_packing.sources.roots.roots import Root, open_root
+from offline_packing.storage.files import to_json
 from task_encoders.records.forms import read_history, with_input
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
@@ -91,6 +92,7 @@ class LlamaFactorySource(JsonSource):
         of_file = {"format": options.format, "task": options.task, **own}
         source = reader(reader.Options.model_validate(of_file), **places)
         source.options, source.path, source.fields = options, options.path, _EntryFields(entry)
+        source.description = to_json(entry).decode()
         return source
 
     @classmethod

@@ -144,7 +144,7 @@ class CaptionsSource(PairsSource):
         return {"task": "captioning"} if media & texts and path.is_dir() else None
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        return {"caption": decode_text(data.removeprefix(b"\xef\xbb\xbf")).strip()}
+        return {"caption": decode_text(data).strip()}
 
 
 def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart]:

@@ -10,7 +10,6 @@ sub_sample   a tar, or a pack's JSON       first byte of the pack's JSON    byte
 record       that of a record, which holds the medium as text: `offset` is the record's
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
@@ -26,6 +25,7 @@ from task_encoders.packs.pack import PackFormatError, restore_pack
 from task_encoders.records.record import ASKED
 from task_encoders.samples import SourceSample
 from task_encoders.samples.medium_options import options_json
+from task_encoders.storage.paths import read_at
 from task_encoders.text.pieces import to_messages
 
 
@@ -88,7 +88,7 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
 
     version = root.version(at.container)
     with open(unpacked_copy(version, path, unpack_folder, write), "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), at.size, at.offset)
+        data = read_at(file.fileno(), at.size, at.offset)
     if len(data) != at.size:
         raise ChangedError(path, f"it unpacks to less than {at.offset + at.size} bytes")
     return data

@@ -168,12 +168,17 @@ def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     batches) and without views (Arrow cannot take single rows of them): values that shared memory
     are counted one by one."""
     schema = pa.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
-    return batch if schema == batch.schema else batch.cast(schema)
+    return batch if schema == batch.schema else batch.cast(schema, safe=False)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the same values without dictionaries and views."""
+    """Return the type of the same values without dictionaries and views, and of times without
+    nanoseconds, which Python lacks: pandas, where it is installed, makes types of its own."""
     types = pa.types
+    if getattr(kind, "unit", "") == "ns":
+        if types.is_timestamp(kind):
+            return pa.timestamp("us", kind.tz)
+        return pa.duration("us") if types.is_duration(kind) else pa.time64("us")
     if types.is_dictionary(kind):
         return _plain_type(kind.value_type)
     if types.is_binary_view(kind):

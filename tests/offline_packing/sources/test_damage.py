@@ -305,12 +305,17 @@ REFUSED: dict[str, tuple[str, dict[str, bytes], str]] = {
         {"dataset_dict.json": b'{"splits": ["test"]}'},
         "has the splits test, not 'train'; set source.split",
     ),
+    "name_not_utf8": (
+        "jsonl",
+        {"a.jsonl": b"{}", "caf\udce9.jsonl": b'{"id": "a", "question": "b", "answer": "c"}'},
+        r"holds 'caf\\udce9\.jsonl', whose name is not UTF-8; rename it",
+    ),
     "tar_outside": ("webdataset", {}, "a.tar cannot be read: .*link to .*outside"),
     **{  # beside one that is read
         name: (
             {"tar": "webdataset"}.get(kind, kind),
             {name: b"x", f"a.{kind}": TAR},
-            f"holds {name}, compressed in a way that is not read",
+            f"holds '{name}', compressed in a way that is not read",
         )
         for name, kind in (
             *(("b.tar.xz", "tar"), ("b.TAR.BZ2", "tar"), ("sub/b.txz", "tar")),

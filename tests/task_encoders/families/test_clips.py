@@ -10,8 +10,9 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.export.export import export
+from offline_packing.index.measured import hash_sample
 from offline_packing.layouts import LAYOUTS
-from offline_packing.measure.identity import digest_sample, hash_content, hash_sample
+from offline_packing.measure.identity import digest_sample, hash_content
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import to_json
 from task_encoders.media.video_file import VideoHeader

@@ -117,6 +117,8 @@ def test_a_tokenizer_without_a_tiktoken_form_is_used_as_it_is(tmp_path: Path) ->
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
+    backend.enable_truncation(2)  # as saved where texts were cut and padded
+    backend.enable_padding(length=5, pad_token="<unk>")
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert isinstance(loaded, TransformersTokenizer)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
 from tests.helpers.accounting import PlannedSample, account, open_one, turns_in
-from tests.helpers.datasets import image_bytes
+from tests.helpers.datasets import image_bytes, make_run
 from tests.helpers.formats import tar_bytes, write_file
 
 JPEG = image_bytes()
@@ -57,7 +58,7 @@ JSON = b'{"q": "Q", "a": ["x", "y"], "b": [7, {"text": "z"}]}'
 @pytest.mark.parametrize(
     ("fields", "members", "expected"),
     [
-        ({"caption": "txt"}, {"k.txt": b"x"}, ("", "x")),
+        ({"caption": "txt"}, {"k.txt": b"\xef\xbb\xbfx"}, ("", "x")),
         ({"caption": "caption.txt,txt"}, {"k.txt": b"x"}, ("", "x")),
         ({"caption": "json[q]"}, {"k.json": JSON}, ("", "Q")),
         ({"caption": "json[b][1][text]"}, {"k.json": JSON}, ("", "z")),
@@ -158,15 +159,19 @@ def test_samples_are_those_that_energon_reads(tmp_path: Path) -> None:
         assert len(theirs) == count
 
 
-def test_another_exclude_is_another_listing(tmp_path: Path) -> None:
-    members = [("k.jpg", JPEG), ("k.txt", b"A.")]
-    config = {"format": "energon", "path": str(tmp_path), "task": "captioning"}
+def test_another_exclude_is_another_listing_and_another_map_refused(tmp_path: Path) -> None:
+    members, root = [("k.jpg", JPEG), ("k.txt", b"A."), ("k.cls", b"B.")], tmp_path / "data"
+    config = {"format": "energon", "path": str(root), "task": "captioning"}
     scans = []
     for exclude in ("", "a.tar/l", "a.tar/k"):
         split = f"split_parts: {{train: [a.tar, b.tar]}}\nexclude: [{exclude}]\n"
-        prepared(tmp_path, CAPTIONING, *members, split=split)
+        prepared(root, CAPTIONING, *members, split=split)
         scans.append(open_one(config, tmp_path).scan(4).fingerprint)
     assert len(set(scans)) == 3
+    measure(run := make_run(config, tmp_path / "out"))
+    prepared(root, sample_type("CaptioningSample", caption="cls"), *members, split=split)
+    with pytest.raises(StageError, match=r"description\.listing was .*txt.*, is .*cls"):
+        measure(run)
 
 
 #: Patterns that expand to too many names, or too deep.

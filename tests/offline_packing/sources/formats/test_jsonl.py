@@ -84,7 +84,8 @@ def test_lists_of_records_are_read_flat(tmp_path: Path, name: str) -> None:
     text = "\n".join(map(json.dumps, lists)) if name == "a.jsonl" else json.dumps(lists)
     keys = "a:1.1 a:1.2 a:2 a:3.1 a:3.2 a:4 a:5.1".split()
     inner = [{"a": 1}, {"b": [2, "]"]}, {"c": 3}, {"d": {}}, None, None, {"e": 1}]
-    assert read_lists(tmp_path / name, text.encode()) == dict(zip(keys, inner, strict=True))
+    found = read_lists(tmp_path / name, f"\ufeff{text}".encode())
+    assert found == dict(zip(keys, inner, strict=True))
     broken = read_lists(tmp_path / "b.jsonl", b'[{"a": 1}] 2\n[{"a": 1}\n')
     assert broken == {"b:1": None, "b:2": None}
 

@@ -69,6 +69,9 @@ def test_tools_are_read_and_audio_is_set_aside(tmp_path: Path) -> None:
     model = {"family": "qwen3_vl", "min_pixels": 1024}
     run = make_run({**config, "task": "bmr"}, tmp_path / "out", model=model)
     assert pack_all(run).counts.packed == 2
+    write_entry(tmp_path / "data", {**entry, "tags": {}}, records)
+    with pytest.raises(StageError, match=r"source\.0\.description\.listing was .*tags"):
+        pack_all(run)
 
 
 ALPACA = {"prompt": "instruction", "response": "output"}

@@ -21,7 +21,7 @@ from offline_packing.sources.reading.rows import ArrowBatches, RowFile
 from offline_packing.verify.verify import verify
 from tests.helpers import formats
 from tests.helpers.accounting import account, open_one, outcomes, turns_in
-from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
+from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all, write_json
 
 JPEG = image_bytes()
 OTHER = image_bytes(84, 56)
@@ -68,6 +68,17 @@ def test_messages_and_ids_that_are_stored_as_bytes(tmp_path: Path) -> None:
     )
     source = {**write_parquet(tmp_path / "data", table), "task": "bmr"}
     assert turns_in(source, tmp_path) == {"k": [("What?", "That.")]}
+
+
+def test_times_in_nanoseconds_are_kept_without_pandas(tmp_path: Path) -> None:
+    kinds = (pa.timestamp("ns"), pa.duration("ns"), pa.time64("ns"))
+    times = {f"{i}": pa.array([10**9 + 1], kind) for i, kind in enumerate(kinds)}
+    table = pa.table({"image": [JPEG], "caption": ["A."], **times})
+    source = write_parquet(tmp_path / "data", table)
+    measure(run := make_run({**source, "keep": [*times]}, tmp_path / "out"))
+    (row,) = index_rows(run)
+    texts = ["1970-01-01T00:00:01", "0:00:01", "00:00:01"]
+    assert [value["text"] for _, value in row["kept"]] == texts
 
 
 def test_lists_that_are_stored_as_json(tmp_path: Path) -> None:
