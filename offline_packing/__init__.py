@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 # reads this when pyarrow is first imported.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
-__all__ = [
-    "PackPlan",
-    "Packed",
-    "WindowOptions",
-    "pack",
-    "plan_packs",
-]
+__all__ = ["PackPlan", "Packed", "WindowOptions", "pack", "plan_packs"]
 
 _MODULES: Final = {
     "PackPlan": "planner.pack_plan",

@@ -112,10 +112,7 @@ Values = Annotated[
     tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(_pairs), PlainSerializer(dict)
 ]
 LocalOrRemotePath = Annotated[
-    str,
-    BeforeValidator(_expand_user),
-    AfterValidator(_without_keys),
-    AfterValidator(check_url),
+    str, BeforeValidator(_expand_user), AfterValidator(_without_keys), AfterValidator(check_url)
 ]
 #: One, or a list of several.
 LocalOrRemotePaths = Annotated[str | tuple[str, ...], BeforeValidator(_one_or_several)]

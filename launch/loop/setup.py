@@ -29,13 +29,7 @@ from launch.model.packed_model import PackedModel
 from launch.model.segments import check_layers, check_positions
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.runs.training_run import STATE
-from offline_packing.storage.files import (
-    hash_file,
-    hold_lock,
-    read_json,
-    to_json,
-    write_atomically,
-)
+from offline_packing.storage.files import hash_file, hold_lock, read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
 from task_encoders.model_inputs import required_pad_multiple
@@ -271,12 +265,7 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
     if isinstance(config.model, TransformersModelConfig) and not is_sharded:
         dtype = None  # autocast computes with float32 weights
     return ShardedAdamW(
-        model,
-        config.optimizer,
-        model.layers(),
-        dtype,
-        device=device,
-        stays_gathered=not is_sharded,
+        model, config.optimizer, model.layers(), dtype, device=device, stays_gathered=not is_sharded
     )
 
 

@@ -323,10 +323,7 @@ def _has_fla(device: torch.device) -> bool:
 
 
 def _in_two_calls(
-    layer: Any,
-    hidden_states: torch.Tensor,
-    lengths: list[int],
-    trunks: Sequence[int],
+    layer: Any, hidden_states: torch.Tensor, lengths: list[int], trunks: Sequence[int]
 ) -> torch.Tensor:
     """Compute a gated delta net by flash-linear-attention: all segments without a trunk, and from
     the states that trunks leave, all branches.

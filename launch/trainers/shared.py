@@ -13,12 +13,7 @@ from torch import distributed
 from torch.utils.data import Dataset
 
 from launch.data.packed_data import read_packed_data
-from task_encoders.families import (
-    FAMILIES,
-    change_options,
-    family_of_processor,
-    model_options,
-)
+from task_encoders.families import FAMILIES, change_options, family_of_processor, model_options
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packed_task_encoder import PackedTaskEncoder

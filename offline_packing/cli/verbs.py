@@ -270,11 +270,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
 
 @verb("set-aside", locks=False, is_shared=True)
 @click.option(
-    "--reason",
-    "reasons",
-    multiple=True,
-    type=click.Choice(tuple(REASONS)),
-    help="List these only.",
+    "--reason", "reasons", multiple=True, type=click.Choice(tuple(REASONS)), help="List these only."
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values, with a header.")
 def set_aside_verb(run: Run, **form: Any) -> None:

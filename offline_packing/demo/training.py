@@ -42,9 +42,7 @@ def tiny_qwen2_vl(*, weight_std: float | None = None) -> Any:
     preset = FAMILIES[model_options().family].tiny
     init = {} if weight_std is None else {"initializer_range": weight_std}
     config = Qwen2VLConfig(
-        text_config={**preset.text, **init},
-        vision_config={**preset.vision, **init},
-        **preset.whole,
+        text_config={**preset.text, **init}, vision_config={**preset.vision, **init}, **preset.whole
     )
     config._attn_implementation = "sdpa"
     return Qwen2VLForConditionalGeneration(config)

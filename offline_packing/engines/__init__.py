@@ -4,10 +4,6 @@ from offline_packing.engines.local import Engine, LocalEngine
 from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.engines.slurm_array import SlurmEngine
 
-ENGINES: dict[str, type[Engine]] = {
-    "local": LocalEngine,
-    "ray": RayEngine,
-    "slurm": SlurmEngine,
-}
+ENGINES: dict[str, type[Engine]] = {"local": LocalEngine, "ray": RayEngine, "slurm": SlurmEngine}
 
 __all__ = ["ENGINES", "Engine"]

@@ -162,10 +162,7 @@ def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[l
 
 
 def _pick(
-    samples: Index,
-    none: pa.Table,
-    sorted_ids: Sequence[SampleIds],
-    samples_in_memory: int,
+    samples: Index, none: pa.Table, sorted_ids: Sequence[SampleIds], samples_in_memory: int
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield (group, some of its samples), ascending, of neighboring parts that fit in memory
     together; parts without any of the ids are not read. `none` is an empty table of the columns."""

@@ -26,13 +26,7 @@ from pydantic import ValidationError
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.sources.lost_fields import SPELLED
-from offline_packing.storage.files import (
-    adapter,
-    atomic_file,
-    is_remote,
-    kept_copy,
-    read_each,
-)
+from offline_packing.storage.files import adapter, atomic_file, is_remote, kept_copy, read_each
 from offline_packing.storage.receipts import Receipt, hash_of, load_receipt, receipt_path
 from task_encoders.field_types import NonNegative, first_problem
 from task_encoders.packs.manifest import FileName

@@ -22,12 +22,7 @@ import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
 from offline_packing.errors import ChangedError, StageError
-from offline_packing.index.measured import (
-    MODIFICATION_TIME,
-    hash_medium,
-    hash_sample,
-    sample_stamp,
-)
+from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, hash_sample, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan

@@ -55,21 +55,12 @@ from offline_packing.runs.artifacts import (
     warn_of_versions,
 )
 from offline_packing.runs.run import Run, open_encoder, open_sources
-from offline_packing.runs.source_files import (
-    count_unused_media,
-    explain_listing,
-    save_files,
-)
+from offline_packing.runs.source_files import count_unused_media, explain_listing, save_files
 from offline_packing.runs.stage import Stage, Task, bring, is_complete
 from offline_packing.runs.tasks import run_tasks
 from offline_packing.sources import Locator, Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
-from offline_packing.storage.files import (
-    atomic_file,
-    hash_files,
-    read_each,
-    remove_folder,
-)
+from offline_packing.storage.files import atomic_file, hash_files, read_each, remove_folder
 from offline_packing.storage.receipts import (
     Fingerprint,
     changed_fields,

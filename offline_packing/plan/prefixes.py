@@ -175,11 +175,7 @@ def _is_branch(trees: Packs) -> npt.NDArray[np.uint8]:
 
 
 def form_trees(
-    ids: SampleIds,
-    groups: npt.NDArray[np.integer],
-    table: Table,
-    longest: int,
-    max_branches: int,
+    ids: SampleIds, groups: npt.NDArray[np.integer], table: Table, longest: int, max_branches: int
 ) -> Trees:
     """Form trees of samples that share a prefix.
 

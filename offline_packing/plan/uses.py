@@ -112,9 +112,7 @@ def draw_uses(
 
 
 def source_repeats(
-    config: PackingConfig,
-    source_ids: npt.NDArray[np.integer],
-    num_tokens: npt.NDArray[np.integer],
+    config: PackingConfig, source_ids: npt.NDArray[np.integer], num_tokens: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.float64]:
     """Repeat of each source, (num_sources,); of weights, too: sources of [100, 100] tokens and
     weights [1, 3] have repeats [1, 3]; samples that fit no pack do not count. Raises StageError if

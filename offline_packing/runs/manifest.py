@@ -24,12 +24,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.container import describe, files_of, media_roots
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.runs.artifacts import (
-    StoredPlan,
-    generation_of,
-    key_prefix,
-    shards_fingerprint,
-)
+from offline_packing.runs.artifacts import StoredPlan, generation_of, key_prefix, shards_fingerprint
 from offline_packing.runs.run import PlanReceipt, Run
 from offline_packing.storage.files import (
     hash_bytes,

@@ -36,12 +36,7 @@ from offline_packing.runs.repair import end_repair, is_repairing, put_back
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.stage import Stage, Task, bring, is_complete
 from offline_packing.runs.tasks import iterate_tasks, plan_shards, run_tasks
-from offline_packing.storage.files import (
-    hash_bytes,
-    hash_file,
-    is_remote,
-    write_atomically,
-)
+from offline_packing.storage.files import hash_bytes, hash_file, is_remote, write_atomically
 from offline_packing.storage.receipts import Fingerprint, changed_fields, load_receipt
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.stored_media import MEDIA_ROOTS

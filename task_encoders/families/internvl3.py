@@ -50,9 +50,7 @@ INTERNVL_TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"
 )
 _DIALECT: Final = Dialect(
-    CHATML.controls.pattern,
-    CHATML.answers.pattern,
-    {"<IMG_CONTEXT>": Image(), "<video>": Video()},
+    CHATML.controls.pattern, CHATML.answers.pattern, {"<IMG_CONTEXT>": Image(), "<video>": Video()}
 )
 
 

@@ -150,11 +150,7 @@ QWEN3_VL: Final = Family(
     "Qwen3VL",
     tensor_names="nested",
     tiny=Preset(
-        {
-            **_TINY,
-            "head_dim": 16,
-            "rope_parameters": rope(5e6, [4, 2, 2], mrope_interleaved=True),
-        },
+        {**_TINY, "head_dim": 16, "rope_parameters": rope(5e6, [4, 2, 2], mrope_interleaved=True)},
         {**TINY_VISION, "deepstack_visual_indexes": [0, 1]},
         {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
     ),

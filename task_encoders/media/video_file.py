@@ -64,10 +64,7 @@ class VideoHeader:
 
 
 def read_video_header(
-    file: BinaryIO,
-    *,
-    max_frame_pixels: int = MAX_IMAGE_PIXELS,
-    max_frames: int = MAX_VIDEO_FRAMES,
+    file: BinaryIO, *, max_frame_pixels: int = MAX_IMAGE_PIXELS, max_frames: int = MAX_VIDEO_FRAMES
 ) -> VideoHeader:
     """Read frames, rate and size of a video from its container (seekable, binary).
 

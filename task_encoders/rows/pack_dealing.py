@@ -92,10 +92,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     _savable_fields = ("_epoch", "_index", "_is_over")
 
     def __init__(
-        self,
-        reader: WebdatasetSampleLoaderDataset,
-        packs: tuple[int, int],
-        first_turn: int,
+        self, reader: WebdatasetSampleLoaderDataset, packs: tuple[int, int], first_turn: int
     ) -> None:
         self._packs, self._first_turn = packs, first_turn
         super().__init__(

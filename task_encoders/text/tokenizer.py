@@ -95,10 +95,7 @@ class TiktokenTokenizer(Tokenizer):
         """Build the encoding of control tokens, `special`, and others that text can spell."""
         text_tokens = text_tokens or {}
         self._encoding = tiktoken.Encoding(
-            "bpe",
-            pat_str=pattern,
-            mergeable_ranks=dict(ranks),
-            special_tokens=dict(text_tokens),
+            "bpe", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(text_tokens)
         )
         self.control_tokens = tuple(special)
         self._added = {**special, **text_tokens}

@@ -133,11 +133,7 @@ def main() -> None:
 @click.option("--method", "methods", multiple=True, default=(*OWN, *PEERS), show_default=True)
 @click.option("--repeat", default=3, show_default=True)
 def speed(
-    samples: int,
-    seq_length: int,
-    distributions: Sequence[str],
-    methods: Sequence[str],
-    repeat: int,
+    samples: int, seq_length: int, distributions: Sequence[str], methods: Sequence[str], repeat: int
 ) -> None:
     """Packs and time of all methods on every distribution; no shuffle, warm."""
     missing = missing_packages()

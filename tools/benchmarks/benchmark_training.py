@@ -173,11 +173,7 @@ def run_mode(
     if is_folded:
         model.hf_config.image_token_id = FOLDED_WORDS - 1
     optimizer = ShardedAdamW(
-        model,
-        OptimizerConfig(),
-        model.layers(),
-        next(model.parameters()).dtype,
-        device=device,
+        model, OptimizerConfig(), model.layers(), next(model.parameters()).dtype, device=device
     )
     is_cuda = device.type == "cuda"
     train = partial(train_row, model, optimizer, device=device, folded=is_folded)

@@ -9,12 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import (
-    add_runs,
-    as_rows,
-    packs_within,
-    unseeded,
-)
+from offline_packing.planner.strategies.composition import add_runs, as_rows, packs_within, unseeded
 from offline_packing.planner.strategies.kernels import (
     Kernel,
     add_samples,

@@ -46,13 +46,7 @@ from task_encoders.sample_encoder import (
     SampleLength,
     TokenizedSample,
 )
-from task_encoders.samples import (
-    SampleError,
-    SourceSample,
-    Turn,
-    check_sample,
-    count_placeholders,
-)
+from task_encoders.samples import SampleError, SourceSample, Turn, check_sample, count_placeholders
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.text.chat_templates import ChatTemplate
