@@ -194,7 +194,7 @@ def make_plan(run: Run, samples: Index) -> Planned:
     if where is not None:
         found.append(left_out(samples, where))
     if has_rules:
-        unfit = samples.table("unfit")["unfit"].combine_chunks().dictionary_encode()
+        unfit = samples.table("unfit")["unfit"].dictionary_encode().combine_chunks()
         codes = unfit.indices.fill_null(-1).to_numpy()
         for code, what in enumerate(unfit.dictionary.to_pylist()):
             reason = "not_in_layout", f"layout {layout} holds no {what}"
