@@ -56,8 +56,8 @@ MIN_CONTROL_DIFFERENCE: Final = 1e-1
 def main(folder: Path, *, num_samples: int, seed: int) -> None:
     """Run the demo in `folder`; completed stages are not repeated. Raises StageError if a stage
     failed, or a figure misses its target."""
+    require_supported("megatron-energon", "transformers")
     check_energon()
-    require_supported("transformers")
     progress = sys.stderr.isatty()
     generate_demo_dataset(folder / "data", seed=seed, num_samples=num_samples, progress=progress)
     results = {task: _run_task(folder, task, seed, progress) for task in SOURCES}
