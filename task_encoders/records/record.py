@@ -164,6 +164,10 @@ def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) 
                 "bad_record", f"{name!r} is not a list of {len(turns)} numbers or nulls"
             )
         low |= {i for i, entry in enumerate(entries) if entry is not None and entry < least}
+    for i, turn in enumerate(turns):  # a tool's result goes with its call
+        begins = turn.before[0][0] if turn.before else turn.role
+        if begins == "tool" and i - 1 in low:
+            low.add(i)
     if len(low) == len(turns):
         limits = ", ".join(f"{name} {least:g}" for name, (_, least) in ratings.items())
         raise SampleError("not_chosen", f"each turn is below source.min_rating ({limits})")

@@ -322,10 +322,16 @@ def test_lists_that_are_no_ratings(tmp_path: Path) -> None:
     rows = [{"id": f"{one}", "messages": turns, "stars": one} for one in ([3], ["good", 3], 4)]
     rows += [{"id": "none", "messages": turns}]
     rows += [{"id": "empty", "messages": turns[:2], "stars": ""}]  # as tables write null
+    call = {"role": "function_call", "content": '{"name": "f", "arguments": {}}'}
+    result = {"role": "tool", "content": "1"}  # goes with its call
+    called = [turns[0], call, result, turns[1], result, turns[1]]
+    rows += [{"id": "call", "messages": called, "stars": [1, 3, 3]}]
+    rows += [{"id": "later", "messages": [*called[:4], *turns[2:]], "stars": [1, 3, 3]}]
     source = {**of_lines(tmp_path / "a.jsonl", rows), "min_rating": {"stars": 3}}
     run = make_run(source, tmp_path / "out")
     bad = dict.fromkeys(("[3]", "['good', 3]", "4"), "bad_record")
-    assert outcomes(run) == {**bad, "none": "ok", "empty": "ok"}
+    ok = dict.fromkeys(("none", "empty", "later"), "ok")
+    assert outcomes(run) == {**bad, **ok, "call": "not_chosen"}
     detail = "bad_record\t'stars' is not a list of 2 numbers or nulls\n"
     assert "".join(list_set_aside(run)).count(detail) == 3
     (line,) = measure(run).info.warnings
