@@ -282,6 +282,8 @@ def export(trainer: Trainer, output: Path) -> None:
         return
     if distributed.get_rank() == 0 and folder.exists():
         kept = output / f"hf_{earlier.get('steps', 'before')}"
+        while kept.exists():
+            kept = kept.with_name(f"{kept.name}_before")
         folder.rename(kept)
         logger.info("kept the model of an earlier run as %s", kept)
     trainer.model.save_hf_checkpoint(folder)

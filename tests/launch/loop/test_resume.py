@@ -293,6 +293,8 @@ def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
     assert files("hf")["model.safetensors"] != exported["model.safetensors"]
     assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1"]
     assert len(losses(output)) == 2
-    shutil.rmtree(output / "checkpoints")  # to train from the beginning
-    assert train(2).exit_code == 0
-    assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1", "hf_2"]
+    for number, kept in (2, "hf_2"), (1, "hf_2_before"), (2, "hf_1_before"):
+        shutil.rmtree(output / "checkpoints")  # to train from the beginning
+        before = files("hf")
+        assert train(number).exit_code == 0
+        assert files(kept) == before
