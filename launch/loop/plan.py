@@ -71,7 +71,7 @@ class TrainPlan:
                 "train other packs"
             )
         present, *later = stages[len(bounds) - 1 :]
-        bounds.append(max(total or 0, done.iteration + (0 if total else present.steps(trained))))
+        bounds.append(max(total or done.iteration + present.steps(trained), done.iteration))
         for stage in later:
             bounds.append(bounds[-1] + stage.steps())
         return cls(tuple(stages), tuple(bounds))

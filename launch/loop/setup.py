@@ -275,7 +275,8 @@ def export(trainer: Trainer, output: Path) -> None:
     folder, trained = output / "hf", dict[str, Any]()
     earlier = read_json(folder / _TRAINED, "remove it") or {}
     checkpoint = trainer.checkpoints.newest()
-    if distributed.get_rank() == 0 and checkpoint is not None:
+    if distributed.get_rank() == 0:
+        assert checkpoint is not None, "a run ends with a checkpoint"
         trained = {"steps": trainer.iteration, "checkpoint": hash_file(checkpoint / STATE)}
     if on_all_ranks(earlier == trained)[0]:
         logger.info("%s holds the trained model already", folder)
